@@ -1,0 +1,119 @@
+"""One piece of a converted checkpoint: a small tree of arrays in Orbax's format.
+
+Orbax writes a piece beside its final name and renames it, so a piece that is there is whole.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from . import names
+from .errors import CheckpointError
+from .manifest import PIECES, ShapeDtype, parts
+
+_CHUNK = 4 << 20
+"""Bytes of a storage chunk: the least a process reads of an array it needs a part of."""
+
+
+def piece_path(folder: Path, piece: str) -> Path:
+    return (folder / PIECES / piece).absolute()
+
+
+def _key(path: names.Path_, part: str) -> str:
+    return names.dotted(path) + (f".{part}" if part else "")
+
+
+def _flat(leaves: dict[names.Path_, Any]) -> dict[str, Any]:
+    return {_key(path, part): array for path, leaf in leaves.items() for part, array in parts(leaf).items()}
+
+
+class Store:
+    """Saves and restores pieces; a context manager."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        # Quantised and trained weights hardly compress, and decompression would bound the load.
+        self._orbax = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._orbax.close()
+
+    def save(self, piece: str, leaves: dict[names.Path_, Any]) -> None:
+        """Write one piece; it appears whole or not at all.
+
+        Args:
+            leaves: path -> numpy array, or an MXFP4 of two.
+        """
+        tree = _flat(leaves)
+        args = {
+            # Experts are what a mesh divides first, so no chunk spans two of them.
+            key: ocp.SaveArgs(chunk_byte_size=_CHUNK, shard_axes=(0,) if array.ndim == 3 else ())
+            for key, array in tree.items()
+        }
+        self._orbax.save(piece_path(self._folder, piece), args=ocp.args.PyTreeSave(tree, save_args=args))
+
+    def is_saved(self, piece: str) -> bool:
+        return piece_path(self._folder, piece).is_dir()
+
+    def check(self, piece: str, leaves: dict[names.Path_, Any]) -> list[str]:
+        """Faults of a stored piece against the expected shapes and dtypes; [] if there are none.
+
+        Args:
+            leaves: path -> ShapeDtype, or an MXFP4 of two.
+        """
+        expected: dict[str, ShapeDtype] = _flat(leaves)
+        path = piece_path(self._folder, piece)
+        if not path.is_dir():
+            return [f"{PIECES}/{piece}: missing"]
+        try:
+            metadata = self._orbax.metadata(path).item_metadata
+            stored = {} if metadata is None else metadata.tree
+        except (OSError, ValueError, AttributeError, KeyError) as error:
+            return [f"{PIECES}/{piece}: unreadable Orbax metadata: {error}"]
+        where = f"{PIECES}/{piece}: leaf"
+        faults = [f"{where} {key}: missing" for key in expected.keys() - stored.keys()]
+        faults += [f"{where} {key}: unknown" for key in stored.keys() - expected.keys()]
+        for key in expected.keys() & stored.keys():
+            found = ShapeDtype(tuple(stored[key].shape), str(np.dtype(stored[key].dtype)))
+            if found != expected[key]:
+                faults.append(f"{where} {key}: expected {expected[key]}, got {found}")
+        return sorted(faults)
+
+    def restore(
+        self, piece: str, leaves: dict[names.Path_, Any], shardings: dict[str, Any]
+    ) -> dict[str, jax.Array]:
+        """The arrays of one piece on the devices of their shardings, exactly as stored.
+
+        Args:
+            leaves: path -> ShapeDtype, or an MXFP4 of two: already checked.
+            shardings: by the keys of the result: path joined by dots, ".codes" or ".scales" if packed.
+        """
+        args = {
+            key: ocp.ArrayRestoreArgs(
+                restore_type=jax.Array,
+                sharding=shardings[key],
+                global_shape=array.shape,
+                dtype=np.dtype(array.dtype),
+            )
+            for key, array in _flat(leaves).items()
+        }
+        path = piece_path(self._folder, piece)
+        try:
+            found = self._orbax.restore(path, args=ocp.args.PyTreeRestore(restore_args=args))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{PIECES}/{piece}", [f"Orbax cannot restore it: {error}"]) from error
+        return found
+
+    def discard_unfinished(self) -> None:
+        """Remove what an interrupted save left beside the pieces."""
+        for path in (self._folder / PIECES).glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(path)

@@ -1,0 +1,342 @@
+"""The model a user holds: parameters, configuration and tokenizer, with checked methods.
+
+Methods check their arguments on the host, before anything is dispatched, and leave the state they
+are given usable. The pure functions behind them are in :mod:`k3jax.model`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from . import axes, model
+from .config import K3Config
+from .implementations import resolve
+from .layer_scan import prefer_scan
+from .model import PREFILL_CHUNK, LogitsMode, Params, check_logits_mode
+from .nnx_model import check_dtype
+from .state import State, abstract_state, check_max_length, default_max_length
+
+if TYPE_CHECKING:
+    from .generate import GenerateResult, StreamStep
+    from .sampling import Sampling
+    from .tokenizer import Tokenizer
+
+
+class TokenError(ValueError, TypeError):
+    """Tokens that are not ids of the vocabulary."""
+
+
+class CapacityError(ValueError):
+    """Tokens that do not fit in a row; nothing was dispatched and the state is as it was."""
+
+
+_chunk = jax.jit(
+    model.prefill_chunk,
+    static_argnames=("config", "logits", "num_blocks", "scan_layers"),
+    donate_argnames=("state", "last"),
+)
+_decode = jax.jit(model.decode_step, static_argnames=("config", "implementation", "scan_layers"))
+_head = jax.jit(model.lm_head)
+
+
+@partial(jax.jit, static_argnames=("config", "batch", "max_length", "dtype", "shardings"))
+def _zeros(config: K3Config, batch: int, max_length: int, dtype: Any, shardings: Any) -> State:
+    from .state import init_state
+
+    state = init_state(config, batch, max_length, dtype)
+    if shardings is None:
+        return state
+    return jax.tree.map(jax.lax.with_sharding_constraint, state, jax.tree.unflatten(*shardings))
+
+
+class Model:
+    """A K3 model: what :func:`k3jax.load` and :func:`k3jax.random_model` return.
+
+    Attributes:
+        params: the parameter tree, see :func:`k3jax.prefill`.
+        config: the architecture.
+        tokenizer: text to ids and back.
+        mesh: the device mesh the parameters are sharded over, or None.
+        implementation: how decode steps run, "xla".
+        scan_layers: whether compiled steps loop over the layers (deep, small models).
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        config: K3Config,
+        tokenizer: Tokenizer | None = None,
+        *,
+        mesh: Mesh | None = None,
+        implementation: str = "auto",
+    ):
+        if tokenizer is None:
+            from .tokenizer import ByteTokenizer
+
+            tokenizer = ByteTokenizer()
+        self.params = params
+        self.config = config
+        self.tokenizer = tokenizer
+        self.mesh = mesh
+        self.implementation = resolve(implementation)
+        self.scan_layers = prefer_scan(config)
+
+    def __repr__(self) -> str:
+        c = self.config
+        return (
+            f"k3jax.Model({c.num_hidden_layers} layers, hidden {c.hidden_size}, {c.num_experts} experts, "
+            f"{c.param_count():,} parameters, implementation={self.implementation!r})"
+        )
+
+    @property
+    def dtype(self) -> Any:
+        """Compute dtype: bfloat16, or float32 for a model loaded with dtype="float32"."""
+        return self.params["embed_tokens"].dtype
+
+    def init_state(self, batch: int, max_length: int) -> State:
+        """A state of ``batch`` empty rows that can hold ``max_length`` tokens each.
+
+        Raises:
+            ValueError: batch < 1 or max_length outside 1..max_position_embeddings.
+        """
+        if batch < 1:
+            raise ValueError(f"batch: expected at least 1, got {batch}")
+        limit = check_max_length(self.config, max_length)
+        shardings = None
+        if self.mesh is not None:
+            shapes = abstract_state(self.config, batch, limit, self.dtype)
+            leaves, treedef = jax.tree.flatten(axes.state_shardings(self.config, self.mesh, shapes))
+            shardings = (treedef, tuple(leaves))
+        return _zeros(self.config, batch, limit, jnp.dtype(self.dtype), shardings)
+
+    def prefill(
+        self,
+        tokens: Any,
+        lengths: Any = None,
+        state: State | None = None,
+        max_length: int | None = None,
+        logits: LogitsMode = "all",
+    ) -> tuple[jax.Array | None, State]:
+        """Prompts of B rows through the model.
+
+        Args:
+            tokens: integers [B, T]; row b holds ``tokens[b, :lengths[b]]``, the rest is padding.
+            lengths: integers [B], 0..T; default T for every row. A row of length 0 keeps its state
+                bit for bit.
+            state: continue these rows; it stays usable. None starts new rows.
+            max_length: tokens a row can hold in all, only with ``state=None``; default T + 256
+                rounded up to 256, at most ``config.max_position_embeddings``.
+            logits: "all" for float32 [B, T, W], 0 past a row's length; "last" for [B, W] at each
+                row's last token; "none" or None for None.
+
+        Returns:
+            (logits, state).
+
+        Raises:
+            TokenError: tokens that are not integers within the vocabulary (a ValueError).
+            CapacityError: a row would pass its capacity (a ValueError).
+            ValueError: wrong shapes or arguments.
+            ConsumedStateError: the state was donated.
+        """
+        check_logits_mode(logits)
+        ids = _integers(tokens, "tokens", 2)
+        batch, length = ids.shape
+        if batch < 1:
+            raise ValueError("tokens: expected at least one row, got none")
+        counts = np.full(batch, length, np.int32) if lengths is None else _integers(lengths, "lengths", 1)
+        if counts.shape != (batch,) or ((counts < 0) | (counts > length)).any():
+            raise ValueError(f"lengths: expected {batch} integers in 0..{length}, got {counts.tolist()}")
+        real = np.arange(length) < counts[:, None]
+        _check_ids(np.where(real, ids, 0), self.config)
+        if state is None:
+            limit = default_max_length(self.config, length) if max_length is None else max_length
+            held = np.zeros(batch, np.int64)
+        else:
+            if max_length is not None:
+                raise ValueError("max_length: only with state=None; a state has its own")
+            state.ensure_usable()
+            if state.batch != batch:
+                raise ValueError(f"tokens: expected {state.batch} rows, as the state has, got {batch}")
+            limit, held = state.max_length, np.asarray(state.lengths).astype(np.int64)
+        _check_capacity(held, counts, check_max_length(self.config, limit))
+        # The passes below update their state in place, so they get one of their own.
+        state = self.init_state(batch, limit) if state is None else jax.tree.map(jnp.copy, state)
+        return self._passes(np.where(real, ids, 0), counts, state, logits)
+
+    def _passes(
+        self, ids: np.ndarray, counts: np.ndarray, state: State, mode: LogitsMode
+    ) -> tuple[jax.Array | None, State]:
+        """The prompt in passes of PREFILL_CHUNK tokens, one program for every pass of any prompt."""
+        batch, length = ids.shape
+        every: LogitsMode = "all" if mode == "all" else "none"
+        last = jnp.zeros((batch, self.config.hidden_size), self.dtype)
+        out = []
+        for start in range(0, max(int(counts.max(initial=0)), 1), PREFILL_CHUNK):
+            piece = np.zeros((batch, PREFILL_CHUNK), np.int32)
+            piece[:, : min(PREFILL_CHUNK, length - start)] = ids[:, start : start + PREFILL_CHUNK]
+            real = np.clip(counts - start, 0, PREFILL_CHUNK).astype(np.int32)
+            logits, last, state = _chunk(
+                self.params, state, last, piece, real,
+                config=self.config, logits=every, scan_layers=self.scan_layers,
+            )  # fmt: skip
+            out.append(logits)
+        if mode == "last":
+            logits = _head(self.params, last)
+            return jnp.where(jnp.asarray(counts > 0)[:, None], logits, 0.0), state
+        if mode != "all":
+            return None, state
+        whole = jnp.concatenate(out, axis=1)[:, :length]
+        missing = length - whole.shape[1]  # columns that are padding in every row
+        return jnp.pad(whole, ((0, 0), (0, missing), (0, 0))), state
+
+    def decode_step(self, tokens: Any, state: State, active: Any = None) -> tuple[jax.Array, State]:
+        """One token per row; the state given stays usable.
+
+        Args:
+            tokens: integers [B].
+            state: of B rows.
+            active: bool [B]; a row that is not active keeps its state bit for bit and has logits 0.
+
+        Returns:
+            float32 logits [B, W] and the new state.
+
+        Raises:
+            TokenError, CapacityError, ValueError, ConsumedStateError: as :meth:`prefill`.
+        """
+        state.ensure_usable()
+        ids = _integers(tokens, "tokens", 1)
+        if ids.shape != (state.batch,):
+            raise ValueError(f"tokens: expected {state.batch} tokens, as the state has rows, got {ids.shape[0]}")
+        live = np.ones(state.batch, bool) if active is None else np.asarray(active)
+        if live.dtype != bool or live.shape != (state.batch,):
+            raise ValueError(f"active: expected bool [{state.batch}], got {live.dtype} {list(live.shape)}")
+        _check_ids(np.where(live, ids, 0), self.config)
+        held = np.asarray(state.lengths).astype(np.int64)
+        _check_capacity(held, live.astype(np.int64), state.max_length)
+        ids = np.where(live, ids, 0).astype(np.int32)
+        return _decode(
+            self.params, state, ids, live,
+            config=self.config, implementation=self.implementation, scan_layers=self.scan_layers,
+        )  # fmt: skip
+
+    def generate(
+        self,
+        prompts: Any,
+        max_new_tokens: int = 64,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        seed: int | Sequence[int] = 0,
+    ) -> GenerateResult:
+        """Continue prompts, see :func:`k3jax.generate.generate`."""
+        from .generate import generate
+
+        return generate(self, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+
+    def stream(
+        self,
+        prompts: Any,
+        max_new_tokens: int = 64,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        seed: int | Sequence[int] = 0,
+    ) -> Iterator[StreamStep]:
+        """Continue prompts step by step, see :func:`k3jax.generate.stream`."""
+        from .generate import stream
+
+        return stream(self, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+
+
+def load(
+    path_or_name: str | os.PathLike[str],
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    implementation: str = "auto",
+    progress: bool = True,
+) -> Model:
+    """Load a checkpoint: a directory in the release's format, one made by ``k3jax convert``, or a
+    name that ships with the library.
+
+    Args:
+        path_or_name: for example "nano".
+        dtype: None keeps the released dtypes; "float32" computes everything in float32.
+        mesh: shard the parameters over these devices, see :mod:`k3jax.axes`.
+        implementation: "auto" or "xla".
+        progress: show progress, time and peak host memory on stderr.
+
+    Raises:
+        FileNotFoundError: no such checkpoint; lists the accepted forms.
+        ValueError: a dtype or mesh that is not accepted, or a faulty checkpoint (names file and tensor).
+        NotImplementedError: an implementation that is not available, with every reason.
+    """
+    from . import checkpoints
+    from .tokenizer import load_tokenizer
+
+    resolve(implementation)
+    check_dtype(dtype)
+    if mesh is not None:
+        mesh = axes.auto_mesh(mesh)
+    path = checkpoints.resolve(path_or_name)
+    params, config = checkpoints.load(path, dtype=dtype, mesh=mesh, progress=progress)
+    tokenizer = load_tokenizer(path, config)
+    return Model(params, config, tokenizer, mesh=mesh, implementation=implementation)
+
+
+def random_model(
+    config: K3Config,
+    seed: int = 0,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    implementation: str = "auto",
+) -> Model:
+    """A model with random weights in the released dtypes, made on the device.
+
+    Args:
+        config: for example ``K3Config.preset("k3-slice", num_layers=4)``.
+        seed, dtype, mesh, implementation: as :func:`load`.
+    """
+    from .random_params import random_params
+
+    resolve(implementation)
+    check_dtype(dtype)
+    if mesh is not None:
+        mesh = axes.auto_mesh(mesh)
+    return Model(random_params(config, seed, dtype, mesh), config, mesh=mesh, implementation=implementation)
+
+
+def _integers(value: Any, name: str, ndim: int) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: expected a rectangular integer array, got rows of different lengths") from error
+    if array.size == 0:
+        array = array.astype(np.int32)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TokenError(f"{name}: expected integers, got {array.dtype}")
+    if array.ndim != ndim:
+        raise ValueError(f"{name}: expected {ndim} dimension{'s' * (ndim > 1)}, got shape {list(array.shape)}")
+    return array
+
+
+def _check_ids(ids: np.ndarray, config: K3Config) -> None:
+    wrong = (ids < 0) | (ids >= config.vocab_size)
+    if wrong.any():
+        where = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise TokenError(f"tokens: expected ids in 0..{config.vocab_size - 1}, got {ids[where]} at {list(where)}")
+
+
+def _check_capacity(held: np.ndarray, new: np.ndarray, limit: int) -> None:
+    over = np.flatnonzero((held + new > limit) & (new > 0))
+    if over.size:
+        row = int(over[0])
+        raise CapacityError(
+            f"row {row} holds {held[row]} of max_length={limit} tokens: {new[row]} more do not fit"
+        )
+
+
+__all__ = ["CapacityError", "Model", "TokenError", "load", "random_model"]

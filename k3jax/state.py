@@ -1,0 +1,274 @@
+"""The decode state of a batch of sequences: a value, passed in and returned.
+
+A KDA layer keeps a recurrent state and the last inputs of its short convolution, an MLA layer
+one latent row per token; nothing else crosses tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .axes import Axes
+
+if TYPE_CHECKING:
+    from .config import K3Config
+
+CACHE_BLOCK = 256
+"""Latent cache rows are allocated in multiples of this many tokens."""
+
+STATUS_FULL = 1
+"""Status bit: a token was refused because the row's capacity is used up."""
+STATUS_BAD_TOKEN = 2
+"""Status bit: a token id outside 0..vocab_size-1 was refused."""
+
+_STATUS_TEXT = {
+    STATUS_FULL: "the row is full (max_length={max_length})",
+    STATUS_BAD_TOKEN: "a token id outside the vocabulary",
+}
+
+
+class ConsumedStateError(RuntimeError):
+    """The state's buffers were donated to a step; only the state that step returned is valid."""
+
+
+class StateError(RuntimeError):
+    """A compiled step refused a row; raised by :func:`check`. ``rows`` are the rows concerned."""
+
+    def __init__(self, message: str, rows: list[int]):
+        super().__init__(message)
+        self.rows = rows
+
+
+def _is_consumed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """State of B rows; a pytree whose arrays may be donated.
+
+    Attributes:
+        layers: one dict per layer. KDA: ``S`` float32 [B, N, V, K], the recurrent state with
+            values first, and ``conv`` [B, 3, q | k | v channels], the last three raw inputs of the
+            short convolution, oldest first. MLA: ``cache`` [B, S, C + R], latent rows [c | r].
+        lengths: int32 [B], tokens each row holds.
+        status: int32 [B], 0 or the STATUS_ bits of refusals since the row began.
+        max_length: tokens a row can hold in all (static).
+    """
+
+    # Any: transformations also rebuild the tree around shapes, shardings and axis names.
+    layers: tuple[dict[str, Any], ...]
+    lengths: Any
+    status: Any
+    max_length: int
+
+    @property
+    def batch(self) -> int:
+        return self.lengths.shape[0]
+
+    def ensure_usable(self) -> None:
+        """Raise ConsumedStateError if a step has taken this state's buffers."""
+        if any(_is_consumed(leaf) for leaf in (self.lengths, *self._layer_leaves())):
+            raise ConsumedStateError("state was consumed; use the returned one")
+
+    def _layer_leaves(self) -> list[jax.Array]:
+        return [array for layer in self.layers for array in layer.values()]
+
+    def select(self, rows: Sequence[int] | np.ndarray | jax.Array) -> State:
+        """A new state of the given rows, in that order; repeats are allowed.
+
+        Args:
+            rows: integer [B'], each in 0..B-1.
+
+        Raises:
+            IndexError: a row that does not exist.
+            TypeError: not integers.
+        """
+        self.ensure_usable()
+        index = np.asarray(rows)
+        if index.size == 0:
+            index = index.astype(np.int32)
+        if index.ndim != 1 or not np.issubdtype(index.dtype, np.integer):
+            raise TypeError(f"rows: expected a sequence of integers, got {rows!r}")
+        if ((index < 0) | (index >= self.batch)).any():
+            raise IndexError(f"rows: expected 0..{self.batch - 1}, got {index.tolist()}")
+        index = index.astype(np.int32)
+        return jax.tree.map(lambda array: jnp.take(array, index, axis=0), self)
+
+    def fork(self, n: int) -> State:
+        """Each row ``n`` times, copies of a row side by side: rows b*n .. b*n+n-1 continue row b.
+
+        Raises:
+            ValueError: n < 1.
+        """
+        if n < 1:
+            raise ValueError(f"n: expected at least 1, got {n}")
+        return self.select(np.repeat(np.arange(self.batch), n))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state to ``path``, one file (safetensors); read it with :meth:`restore`."""
+        from safetensors.numpy import save_file
+
+        self.ensure_usable()
+        tensors = {name: np.ascontiguousarray(np.asarray(leaf)) for name, leaf in self._named().items()}
+        meta = {"format": "k3jax.State", "max_length": str(self.max_length), "layers": json.dumps(len(self.layers))}
+        target = Path(path)
+        partial = target.with_name(target.name + ".partial")
+        save_file(tensors, partial, metadata=meta)
+        os.replace(partial, target)
+
+    @classmethod
+    def restore(cls, path: str | os.PathLike[str]) -> State:
+        """Read a state that :meth:`save` wrote, bit for bit.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: not a saved state.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"no saved state at {os.fspath(path)}")
+        try:
+            opened = safe_open(path, framework="numpy")
+        except SafetensorError as error:
+            raise ValueError(f"{os.fspath(path)}: expected a file written by State.save: {error}") from error
+        with opened as file:
+            meta = file.metadata() or {}
+            if meta.get("format") != "k3jax.State":
+                raise ValueError(f"{os.fspath(path)}: expected a file written by State.save")
+            layers: list[dict[str, jax.Array]] = [{} for _ in range(int(meta["layers"]))]
+            top: dict[str, jax.Array] = {}
+            for key in file.keys():  # noqa: SIM118 (a file, not a dict)
+                array = jnp.asarray(file.get_tensor(key))
+                if key.startswith("layers."):
+                    _, layer, name = key.split(".")
+                    layers[int(layer)][name] = array
+                else:
+                    top[key] = array
+        return cls(tuple(layers), top["lengths"], top["status"], int(meta["max_length"]))
+
+    def _named(self) -> dict[str, jax.Array]:
+        named = {f"layers.{i}.{k}": v for i, layer in enumerate(self.layers) for k, v in layer.items()}
+        return {"lengths": self.lengths, "status": self.status, **named}
+
+
+def _flatten(state: State) -> tuple[tuple[Any, ...], int]:
+    # Every jit boundary flattens its arguments, so this is where reuse of a donated state is
+    # caught with our words instead of an error that names an array.
+    if _is_consumed(state.lengths):
+        raise ConsumedStateError("state was consumed; use the returned one")
+    return (state.layers, state.lengths, state.status), state.max_length
+
+
+def _flatten_with_keys(state: State) -> tuple[tuple[Any, ...], int]:
+    children, max_length = _flatten(state)
+    names = ("layers", "lengths", "status")
+    return tuple((jax.tree_util.GetAttrKey(n), c) for n, c in zip(names, children, strict=True)), max_length
+
+
+jax.tree_util.register_pytree_with_keys(
+    State, _flatten_with_keys, lambda max_length, c: State(c[0], c[1], c[2], max_length), _flatten
+)
+
+
+def cache_rows(max_length: int) -> int:
+    """Latent cache rows allocated for a capacity of ``max_length`` tokens."""
+    return -(-max_length // CACHE_BLOCK) * CACHE_BLOCK
+
+
+def default_max_length(config: K3Config, length: int) -> int:
+    """Capacity for a prompt of ``length`` tokens: 256 more, rounded up to 256, within the model's limit."""
+    return min(cache_rows(length + 256), config.max_position_embeddings)
+
+
+def check_max_length(config: K3Config, max_length: int) -> int:
+    if isinstance(max_length, bool) or not isinstance(max_length, (int, np.integer)):
+        raise TypeError(f"max_length: expected an integer, got {max_length!r}")
+    if not 1 <= max_length <= config.max_position_embeddings:
+        raise ValueError(
+            f"max_length: expected 1..{config.max_position_embeddings} (max_position_embeddings), got {max_length}"
+        )
+    return int(max_length)
+
+
+def abstract_state(config: K3Config, batch: int, max_length: int, dtype: Any) -> State:
+    """Shapes and dtypes of a state, as ``jax.ShapeDtypeStruct``.
+
+    Args:
+        dtype: of the convolution taps and the latent cache, the model's compute dtype.
+    """
+    if batch < 0:
+        raise ValueError(f"batch: expected at least 0, got {batch}")
+    check_max_length(config, max_length)
+    c = config
+
+    def layer(kind: str) -> dict[str, Any]:
+        if kind == "kda":
+            heads = (batch, c.kda_num_heads, c.kda_v_head_dim, c.kda_head_dim)
+            taps = (batch, c.short_conv_kernel_size - 1, c.conv_channels)
+            return {"S": jax.ShapeDtypeStruct(heads, jnp.float32), "conv": jax.ShapeDtypeStruct(taps, dtype)}
+        rows = (batch, cache_rows(max_length), c.kv_lora_rank + c.qk_rope_head_dim)
+        return {"cache": jax.ShapeDtypeStruct(rows, dtype)}
+
+    vector = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return State(tuple(layer(kind) for kind in c.layer_types), vector, vector, int(max_length))
+
+
+def init_state(config: K3Config, batch: int, max_length: int, dtype: Any = jnp.bfloat16) -> State:
+    """A state of ``batch`` empty rows: all zeros.
+
+    Args:
+        max_length: tokens a row can hold, 1..max_position_embeddings.
+        dtype: the model's compute dtype (bfloat16 or float32).
+
+    Raises:
+        ValueError: batch or max_length out of range.
+    """
+    return jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_state(config, batch, max_length, dtype)
+    )
+
+
+def state_axes(config: K3Config, max_length: int) -> State:
+    """Logical axis names of every state array, see :mod:`k3jax.axes`."""
+
+    def layer(kind: str) -> dict[str, Any]:
+        if kind == "kda":
+            return {"S": Axes(("batch", "kda_heads", None, None)), "conv": Axes(("batch", None, None))}
+        return {"cache": Axes(("batch", None, None))}
+
+    vector: Any = Axes(("batch",))
+    return State(tuple(layer(kind) for kind in config.layer_types), vector, vector, max_length)
+
+
+def check(state: State) -> None:
+    """Raise for every row that a compiled step refused; waits for the state.
+
+    Raises:
+        StateError: names the rows and why; the rows' states are as they were before the refusal.
+        ConsumedStateError: the state was donated.
+    """
+    state.ensure_usable()
+    status = np.asarray(state.status)
+    rows = np.flatnonzero(status).tolist()
+    if rows:
+        why = [
+            f"row {row}: " + " and ".join(t for bit, t in _STATUS_TEXT.items() if status[row] & bit) for row in rows
+        ]
+        raise StateError("; ".join(why).format(max_length=state.max_length), rows)
+
+
+__all__ = [
+    "STATUS_BAD_TOKEN", "STATUS_FULL", "ConsumedStateError", "State", "StateError", "abstract_state", "cache_rows",
+    "check", "check_max_length", "default_max_length", "init_state", "state_axes",
+]  # fmt: skip
