@@ -58,7 +58,7 @@ class ConvertReport:
         rate = self.bytes / 1e9 / max(self.seconds, 1e-9)
         return (
             f"converted {self.pieces} pieces ({self.resumed} were there), {self.bytes / 1e9:.3f} GB in "
-            f"{self.seconds:.2f} s, {rate:.2f} GB/s, peak host memory {self.peak_host_bytes / 1e9:.2f} GB"
+            f"{self.seconds:.2f} s, {rate:.3g} GB/s, peak host memory {self.peak_host_bytes / 1e9:.2f} GB"
         )
 
 

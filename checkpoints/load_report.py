@@ -6,10 +6,17 @@ import dataclasses
 import resource
 import sys
 import time
+from pathlib import Path
 
 
 def peak_host_bytes() -> int:
     """Largest resident size of this process so far."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        # getrusage would count the process that started this one, until it ran its own program.
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 
@@ -45,7 +52,7 @@ class LoadReport:
     def __str__(self) -> str:
         text = (
             f"loaded {self.path} ({self.format}): {self.tensors} tensors, {self.bytes / 1e9:.3f} GB in "
-            f"{self.seconds:.2f} s, {self.gb_per_second:.2f} GB/s, "
+            f"{self.seconds:.2f} s, {self.gb_per_second:.3g} GB/s, "
             f"peak host memory {self.peak_host_bytes / 1e9:.2f} GB"
         )
         if self.skipped:

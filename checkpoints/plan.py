@@ -207,8 +207,6 @@ def _stack(tensors: list[Tensor], faults: list[str]) -> Source | None:
 
 def _check_quantization(path: Path, packed: bool, faults: list[str]) -> None:
     """Packed bytes mean nothing without their declared format."""
-    if not (path / "config.json").is_file():
-        return
     tree = json.loads((path / "config.json").read_text(encoding="utf-8"))
     declared = (tree.get("text_config") or {}).get("quantization_config") or tree.get("quantization_config")
     if declared is None:
@@ -223,7 +221,7 @@ def _check_quantization(path: Path, packed: bool, faults: list[str]) -> None:
         ("format", declared.get("format"), MXFP4_FORMAT),
     ]
     for group, content in (declared.get("config_groups") or {}).items():
-        weights = content.get("weights") or {}
+        weights = (content.get("weights") if isinstance(content, dict) else None) or {}
         for key, only in (("num_bits", 4), ("type", "float"), ("group_size", 32), ("symmetric", True)):
             expected.append((f"config_groups.{group}.weights.{key}", weights.get(key), only))
     faults += [

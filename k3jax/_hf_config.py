@@ -33,23 +33,22 @@ _OPTIONAL = ("num_nextn_predict_layers", "initializer_range")
 
 # Known keys without influence on the text model's function: Hugging Face bookkeeping,
 # generation defaults, the vision part.
-_INERT = frozenset(
-    """
-    _name_or_path activation_fn add_cross_attention architectures attn_implementation auto_map
-    bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
-    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
-    early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
-    finetuning_task forced_bos_token_id forced_eos_token_id head_dim id2label ignore_index
-    image_placeholder is_decoder is_encoder_decoder label2id length_penalty max_length
-    media_placeholder_token_id min_length model_type no_repeat_ngram_size num_beam_groups num_beams
-    num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix
-    problem_type pruned_heads quantization_config remove_invalid_values repetition_penalty
-    return_dict return_dict_in_generate rope_theta rope_scaling sep_token_id suppress_tokens
-    task_specific_params temperature text_config tf_legacy_loss tie_encoder_decoder
-    tie_word_embeddings tokenizer_class top_k top_p torch_dtype torchscript transformers_version
-    typical_p unsloth_fixed use_bfloat16 use_cache use_grouped_topk vision_config
-    """.split()
-)
+_INERT = frozenset((
+    "_name_or_path", "activation_fn", "add_cross_attention", "architectures", "attn_implementation",
+    "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward",
+    "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
+    "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "head_dim", "id2label", "ignore_index",
+    "image_placeholder", "is_decoder", "is_encoder_decoder", "label2id", "length_penalty", "max_length",
+    "media_placeholder_token_id", "min_length", "model_type", "no_repeat_ngram_size", "num_beam_groups",
+    "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores",
+    "pad_token_id", "prefix", "problem_type", "pruned_heads", "quantization_config",
+    "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate", "rope_theta",
+    "rope_scaling", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "text_config",
+    "tf_legacy_loss", "tie_encoder_decoder", "tie_word_embeddings", "tokenizer_class", "top_k", "top_p",
+    "torch_dtype", "torchscript", "transformers_version", "typical_p", "use_bfloat16", "use_cache",
+    "use_grouped_topk", "vision_config",
+))  # fmt: skip
 
 
 def _pow2_at_least(n: int) -> int:
@@ -68,7 +67,9 @@ def read(tree: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     missing = [k for k in (*_SAME, "num_key_value_heads") if k not in text]
     if not any(k in text for k in _TOP_K_KEYS):
         missing.append(_TOP_K_KEYS[0])
-    missing += [f"linear_attn_config.{k}" for k in (*_LINEAR, "kda_layers", "full_attn_layers") if k not in linear]
+    missing += [
+        f"linear_attn_config.{k}" for k in (*_LINEAR, "kda_layers", "full_attn_layers") if k not in linear
+    ]
     if missing:
         raise ValueError(f"{where}: missing structural keys, none has a default: {', '.join(missing)}")
     _refuse_contradictions(text, where)
@@ -83,7 +84,13 @@ def read(tree: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     for name in ("bos_token_id", "pad_token_id", "eos_token_id"):
         fields[name] = _token_id(tree, text, name)
 
-    known = _INERT | set(_SAME) | set(_TOP_K_KEYS) | set(_OPTIONAL) | {"linear_attn_config", "num_key_value_heads"}
+    known = (
+        _INERT
+        | set(_SAME)
+        | set(_TOP_K_KEYS)
+        | set(_OPTIONAL)
+        | {"linear_attn_config", "num_key_value_heads"}
+    )
     ignored = [k for k in text if k not in known]
     if text is not tree:
         # A structural key has no meaning outside the text config.

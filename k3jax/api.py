@@ -168,8 +168,8 @@ class Model:
             limit, held = state.max_length, np.asarray(state.lengths).astype(np.int64)
         _check_capacity(held, counts, check_max_length(self.config, limit))
         # The passes below update their state in place, so they get one of their own.
-        state = self.init_state(batch, limit) if state is None else jax.tree.map(jnp.copy, state)
-        return self._passes(np.where(real, ids, 0), counts, state, logits)
+        own: State = self.init_state(batch, limit) if state is None else jax.tree.map(jnp.copy, state)
+        return self._passes(np.where(real, ids, 0), counts, own, logits)
 
     def _passes(
         self, ids: np.ndarray, counts: np.ndarray, state: State, mode: LogitsMode
@@ -214,7 +214,9 @@ class Model:
         state.ensure_usable()
         ids = _integers(tokens, "tokens", 1)
         if ids.shape != (state.batch,):
-            raise ValueError(f"tokens: expected {state.batch} tokens, as the state has rows, got {ids.shape[0]}")
+            raise ValueError(
+                f"tokens: expected {state.batch} tokens, as the state has rows, got {ids.shape[0]}"
+            )
         live = np.ones(state.batch, bool) if active is None else np.asarray(active)
         if live.dtype != bool or live.shape != (state.batch,):
             raise ValueError(f"active: expected bool [{state.batch}], got {live.dtype} {list(live.shape)}")
@@ -313,13 +315,17 @@ def _integers(value: Any, name: str, ndim: int) -> np.ndarray:
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise ValueError(f"{name}: expected a rectangular integer array, got rows of different lengths") from error
+        raise ValueError(
+            f"{name}: expected a rectangular integer array, got rows of different lengths"
+        ) from error
     if array.size == 0:
         array = array.astype(np.int32)
     if not np.issubdtype(array.dtype, np.integer):
         raise TokenError(f"{name}: expected integers, got {array.dtype}")
     if array.ndim != ndim:
-        raise ValueError(f"{name}: expected {ndim} dimension{'s' * (ndim > 1)}, got shape {list(array.shape)}")
+        raise ValueError(
+            f"{name}: expected {ndim} dimension{'s' * (ndim > 1)}, got shape {list(array.shape)}"
+        )
     return array
 
 
@@ -327,7 +333,9 @@ def _check_ids(ids: np.ndarray, config: K3Config) -> None:
     wrong = (ids < 0) | (ids >= config.vocab_size)
     if wrong.any():
         where = tuple(int(i) for i in np.argwhere(wrong)[0])
-        raise TokenError(f"tokens: expected ids in 0..{config.vocab_size - 1}, got {ids[where]} at {list(where)}")
+        raise TokenError(
+            f"tokens: expected ids in 0..{config.vocab_size - 1}, got {ids[where]} at {list(where)}"
+        )
 
 
 def _check_capacity(held: np.ndarray, new: np.ndarray, limit: int) -> None:

@@ -143,12 +143,13 @@ class K3Config:
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0.0 < value < math.inf:
                 raise ValueError(f"K3Config.{name}: expected a positive finite number, got {value!r}")
         if not isinstance(self.moe_renormalize, bool):
-            raise ValueError(f"K3Config.moe_renormalize: expected true or false, got {self.moe_renormalize!r}")
+            raise ValueError(
+                f"K3Config.moe_renormalize: expected true or false, got {self.moe_renormalize!r}"
+            )
         dense = self.first_k_dense_replace
         if not isinstance(dense, int) or isinstance(dense, bool) or not 0 <= dense <= self.num_hidden_layers:
             raise ValueError(
-                f"K3Config.first_k_dense_replace: expected 0..{self.num_hidden_layers}, "
-                f"got {dense!r}"
+                f"K3Config.first_k_dense_replace: expected 0..{self.num_hidden_layers}, got {dense!r}"
             )
         if self.num_experts_per_token > self.num_experts:
             raise ValueError(
@@ -175,9 +176,7 @@ class K3Config:
     # -- making one -------------------------------------------------------------------
 
     @classmethod
-    def preset(
-        cls, name: str, *, num_layers: int | None = None, num_experts: int | None = None
-    ) -> K3Config:
+    def preset(cls, name: str, *, num_layers: int | None = None, num_experts: int | None = None) -> K3Config:
         """A named architecture.
 
         Args:
@@ -201,7 +200,8 @@ class K3Config:
                 raise ValueError(f"num_layers: expected 1..{release.num_hidden_layers}, got {layers}")
             if not release.num_experts_per_token <= experts <= release.num_experts:
                 raise ValueError(
-                    f"num_experts: expected {release.num_experts_per_token}..{release.num_experts}, got {experts}"
+                    f"num_experts: expected {release.num_experts_per_token}..{release.num_experts}, "
+                    f"got {experts}"
                 )
             return dataclasses.replace(
                 release,
@@ -338,4 +338,3 @@ _POSITIVE_REAL = (
 )  # fmt: skip
 
 __all__ = ["K3Config", "LayerType", "StepBytes"]
-

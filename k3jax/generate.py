@@ -134,7 +134,9 @@ def _first_pick(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "implementation", "scan_layers", "needs"), donate_argnames=("state", "seen")
+    jax.jit,
+    static_argnames=("config", "implementation", "scan_layers", "needs"),
+    donate_argnames=("state", "seen"),
 )
 def _decode_and_pick(
     params: Any, state: State, pick: _Pick, rows: _Rows, seen: jax.Array | None,

@@ -20,7 +20,8 @@ def resolve(implementation: str) -> str:
     if implementation not in KNOWN:
         raise ValueError(f"implementation: expected one of {', '.join(KNOWN)}, got {implementation!r}")
     raise NotImplementedError(
-        f"implementation {implementation!r} is not part of this version of k3jax; available: auto, {', '.join(AVAILABLE)}"
+        f"implementation {implementation!r} is not part of this version of k3jax; "
+        f"available: auto, {', '.join(AVAILABLE)}"
     )
 
 

@@ -8,7 +8,8 @@ snapshot and starts anew. A last mixture, norm and matrix give the logits.
 
 :func:`prefill` and :func:`decode_step` are pure functions of a parameter tree and a
 :class:`~k3jax.state.State`, for use under your own ``jax.jit``. Layers are unrolled, for speed, or
-looped over, for a short compilation (``scan_layers``). The Flax module that defines the tree is :class:`k3jax.nnx_model.K3`.
+looped over, for a short compilation (``scan_layers``). The Flax module that defines the tree is
+:class:`k3jax.nnx_model.K3`.
 """
 
 from __future__ import annotations
@@ -111,7 +112,9 @@ def run_layers(
     new_states: list[LayerState] = []
     blocks: Snapshots = SnapshotList(())
 
-    def one(p: Any, kind: LayerType, start: bool | jax.Array, state: LayerState, pre: Any, blocks: Any, see: Tap) -> Any:
+    def one(
+        p: Any, kind: LayerType, start: bool | jax.Array, state: LayerState, pre: Any, blocks: Any, see: Tap
+    ) -> Any:
         new: list[LayerState] = []
 
         def attend(p: Any, x: jax.Array) -> jax.Array:
@@ -433,7 +436,9 @@ def capture(
     tokens = _int32(tokens, "tokens", (None, None))
     batch, length = tokens.shape
     seen: dict[str, jax.Array] = {}
-    state = init_state(config, batch, min(max(length, 1), config.max_position_embeddings), params["embed_tokens"].dtype)
+    state = init_state(
+        config, batch, min(max(length, 1), config.max_position_embeddings), params["embed_tokens"].dtype
+    )
     counts = jnp.full((batch,), length, jnp.int32)
     blocks = -(-length // CACHE_BLOCK)
     x, _ = forward(params, tokens, state, counts, config=config, num_blocks=blocks, tap=seen.__setitem__)
@@ -450,7 +455,9 @@ def _int32(value: Any, name: str, shape: tuple[int | None, ...]) -> jax.Array:
         array = array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name}: expected integers, got {array.dtype}")
-    fits = array.ndim == len(shape) and all(e is None or e == s for e, s in zip(shape, array.shape, strict=True))
+    fits = array.ndim == len(shape) and all(
+        e is None or e == s for e, s in zip(shape, array.shape, strict=True)
+    )
     if not fits:
         want = "[" + ", ".join("any" if e is None else str(e) for e in shape) + "]"
         raise ValueError(f"{name}: expected shape {want}, got {list(array.shape)}")
@@ -483,6 +490,6 @@ def check_logits_mode(logits: LogitsMode) -> None:
 
 
 __all__ = [
-    "PREFILL_CHUNK", "Params", "abstract_params", "capture", "decode_step", "feed_forward", "forward", "layer",
-    "lm_head",    "param_axes", "prefill", "prefill_chunk", "run_layers",
+    "PREFILL_CHUNK", "Params", "abstract_params", "capture", "decode_step", "feed_forward", "forward",
+    "layer", "lm_head", "param_axes", "prefill", "prefill_chunk", "run_layers",
 ]  # fmt: skip

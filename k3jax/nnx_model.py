@@ -153,9 +153,7 @@ class K3(nnx.Module):
             trained: gradients flow through them).
     """
 
-    def __init__(
-        self, config: K3Config, *, rngs: nnx.Rngs, dtype: Any = None, packed_experts: bool = False
-    ):
+    def __init__(self, config: K3Config, *, rngs: nnx.Rngs, dtype: Any = None, packed_experts: bool = False):
         make = _Maker(config, rngs, dtype)
         d, w = config.hidden_size, config.vocab_size
         self.config = config

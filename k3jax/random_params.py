@@ -18,12 +18,14 @@ from .nnx_model import abstract_params
 
 # Root mean square of the sixteen E2M1 codes, for choosing scale bytes.
 _CODE_RMS = math.sqrt(68.5 / 8)
+# Standard deviation of the sum of four random bytes.
+_BELL_DEVIATION = math.sqrt(4 * (256**2 - 1) / 12)
 
 
 def random_params(config: K3Config, seed: int = 0, dtype: str | None = None, mesh: Mesh | None = None) -> Any:
     """A parameter tree with random weights, leaf by leaf on the device (or over ``mesh``).
 
-    Linear weights are normal with variance 1 / fan-in, so activations stay of order one; router
+    Linear weights are bell shaped with variance 1 / fan-in, so activations stay of order one; router
     logits have variance about 1 and the correction bias 0.05, so routing is spread; decay gates
     cover their range from near 1 to the floor; experts are uniform random MXFP4 codes.
 
@@ -68,10 +70,22 @@ def _maker(kind: str, shape: tuple[int, ...], dtype: str, sharding: Any) -> Any:
     return jax.jit(lambda key: _draw(key, kind, shape, dtype), out_shardings=sharding)
 
 
+def _bell(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """float32 integers, bell shaped around 0: the sum of four random bytes.
+
+    Exact, hence the same however a mesh cuts the array; the last bit of a true normal is not.
+    """
+    bits = jax.random.bits(key, shape, jnp.uint32)
+    total = sum(((bits >> shift) & 0xFF).astype(jnp.int32) for shift in (0, 8, 16, 24))
+    return (jnp.asarray(total) - 510).astype(jnp.float32)
+
+
 def _draw(key: jax.Array, kind: str, shape: tuple[int, ...], dtype: str) -> jax.Array:
     if kind == "codes":
         # An expert at a time: random bits need several times their own size in temporaries.
-        return jax.lax.map(lambda k: jax.random.bits(k, shape[1:], jnp.uint8), jax.random.split(key, shape[0]))
+        return jax.lax.map(
+            lambda k: jax.random.bits(k, shape[1:], jnp.uint8), jax.random.split(key, shape[0])
+        )
     if kind == "scales":
         middle = 127 + round(math.log2((shape[-1] * 32) ** -0.5 / _CODE_RMS))
         return (middle - jax.random.bernoulli(key, 0.5, shape).astype(jnp.int32)).astype(jnp.uint8)
@@ -80,14 +94,13 @@ def _draw(key: jax.Array, kind: str, shape: tuple[int, ...], dtype: str) -> jax.
     elif kind == "dt_bias":
         values = jax.random.uniform(key, shape, jnp.float32, -4.0, 0.0)
     else:
-        values = jax.random.normal(key, shape, jnp.float32)
-        scale, offset = {
-            "norm": (0.1, 1.0),
-            "conv": (0.5, 0.0),
-            "embed_tokens": (1.0, 0.0),
-            "e_score_correction_bias": (0.05, 0.0),
-        }.get(kind, (shape[-1] ** -0.5, 0.0))
-        values = values * np.float32(scale) + np.float32(offset)
+        fixed = {"conv": 0.5, "embed_tokens": 1.0, "e_score_correction_bias": 0.05}
+        scale = fixed.get(kind, 1.0 / math.sqrt(shape[-1]))
+        if kind == "norm":
+            # About 1 +- 0.1; product and sum are exact, so that it does not matter whether they are fused.
+            values = np.float32(1.0) + _bell(key, shape) * np.float32(11 * 2.0**-14)
+        else:
+            values = _bell(key, shape) * np.float32(scale / _BELL_DEVIATION)
     return values.astype(dtype)
 
 

@@ -181,12 +181,15 @@ def _check_distinct(c: K3Config, distinct_experts: Sequence[float | int] | np.nd
 
 
 def step_bytes(
-    c: K3Config, batch: int, length: int, distinct_experts: float | int | Sequence[float | int] | np.ndarray | None
+    c: K3Config,
+    batch: int,
+    length: int,
+    distinct_experts: float | int | Sequence[float | int] | np.ndarray | None,
 ) -> StepBytes:
     _check_batch(batch, length)
     if distinct_experts is None:
         total_experts = c.num_moe_layers * expected_distinct_experts(c, batch)
-    elif isinstance(distinct_experts, Real):
+    elif isinstance(distinct_experts, (int, float, Real)):
         total_experts = c.num_moe_layers * float(distinct_experts)
         _check_distinct(c, [float(distinct_experts)])
     else:

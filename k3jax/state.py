@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -66,7 +67,7 @@ class State:
     """
 
     # Any: transformations also rebuild the tree around shapes, shardings and axis names.
-    layers: tuple[dict[str, Any], ...]
+    layers: tuple[Mapping[str, Any], ...]
     lengths: Any
     status: Any
     max_length: int
@@ -120,7 +121,11 @@ class State:
 
         self.ensure_usable()
         tensors = {name: np.ascontiguousarray(np.asarray(leaf)) for name, leaf in self._named().items()}
-        meta = {"format": "k3jax.State", "max_length": str(self.max_length), "layers": json.dumps(len(self.layers))}
+        meta = {
+            "format": "k3jax.State",
+            "max_length": str(self.max_length),
+            "layers": json.dumps(len(self.layers)),
+        }
         target = Path(path)
         partial = target.with_name(target.name + ".partial")
         save_file(tensors, partial, metadata=meta)
@@ -176,9 +181,12 @@ def _flatten_with_keys(state: State) -> tuple[tuple[Any, ...], int]:
     return tuple((jax.tree_util.GetAttrKey(n), c) for n, c in zip(names, children, strict=True)), max_length
 
 
-jax.tree_util.register_pytree_with_keys(
-    State, _flatten_with_keys, lambda max_length, c: State(c[0], c[1], c[2], max_length), _flatten
-)
+def _unflatten(max_length: int, children: Any) -> State:
+    layers, lengths, status = children
+    return State(layers, lengths, status, max_length)
+
+
+jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
 
 
 def cache_rows(max_length: int) -> int:
@@ -196,7 +204,8 @@ def check_max_length(config: K3Config, max_length: int) -> int:
         raise TypeError(f"max_length: expected an integer, got {max_length!r}")
     if not 1 <= max_length <= config.max_position_embeddings:
         raise ValueError(
-            f"max_length: expected 1..{config.max_position_embeddings} (max_position_embeddings), got {max_length}"
+            f"max_length: expected 1..{config.max_position_embeddings} (max_position_embeddings), "
+            f"got {max_length}"
         )
     return int(max_length)
 
@@ -263,12 +272,13 @@ def check(state: State) -> None:
     rows = np.flatnonzero(status).tolist()
     if rows:
         why = [
-            f"row {row}: " + " and ".join(t for bit, t in _STATUS_TEXT.items() if status[row] & bit) for row in rows
+            f"row {row}: " + " and ".join(t for bit, t in _STATUS_TEXT.items() if status[row] & bit)
+            for row in rows
         ]
         raise StateError("; ".join(why).format(max_length=state.max_length), rows)
 
 
 __all__ = [
-    "STATUS_BAD_TOKEN", "STATUS_FULL", "ConsumedStateError", "State", "StateError", "abstract_state", "cache_rows",
-    "check", "check_max_length", "default_max_length", "init_state", "state_axes",
+    "STATUS_BAD_TOKEN", "STATUS_FULL", "ConsumedStateError", "State", "StateError", "abstract_state",
+    "cache_rows", "check", "check_max_length", "default_max_length", "init_state", "state_axes",
 ]  # fmt: skip

@@ -28,15 +28,18 @@ def released_params(master: Any, config: K3Config, *, packed: bool) -> Any:
     def leaf(path: names.Path_, value: Any) -> Any:
         if "experts" not in path:
             return rounded[path]
-        return quantize(np.asarray(value)) if packed else jnp.asarray(value, jnp.float32)
+        return _pack(value) if packed else jnp.asarray(value, jnp.float32)
 
     return names.map_leaves(leaf, master)
 
 
 def packed_params(params: Any) -> Any:
     """A released tree with float experts, its experts rounded to MXFP4 and nothing else changed."""
-    pack = lambda path, leaf: quantize(np.asarray(leaf)) if "experts" in path else leaf  # noqa: E731
-    return names.map_leaves(pack, params)
+    return names.map_leaves(lambda path, leaf: _pack(leaf) if "experts" in path else leaf, params)
+
+
+def _pack(leaf: Any) -> Any:
+    return jax.tree.map(jnp.asarray, quantize(np.asarray(leaf)))
 
 
 def write_checkpoint(path: Path, master: Any, config: K3Config, *, packed: bool) -> None:

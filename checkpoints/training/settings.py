@@ -47,26 +47,26 @@ class Settings:
     batch: int = 32
     length: int = 1024
     """Tokens of a training window; a window starts anywhere in the text, with empty states."""
-    steps: int = 2400
+    steps: int = 1700
     """Steps with float experts."""
-    quantised_steps: int = 400
+    quantised_steps: int = 200
     """Steps after them with experts rounded to MXFP4 in the forward pass."""
-    warmup: int = 100
-    decay: float = 0.5
+    warmup: int = 150
+    decay: float = 0.6
     """Part of the float steps, at their end, over which the rate falls to ``floor`` of its peak."""
     floor: float = 0.05
-    rate: float = 3e-3
-    quantised_rate: float = 5e-4
+    rate: float = 4e-3
+    quantised_rate: float = 2e-4
     """Rate at the first quantised step; it falls to 0 at the last."""
-    weight_decay: float = 0.1
-    hidden: float = 0.05
+    weight_decay: float = 0.4
+    hidden: float = 0.2
     """Part of the input bytes replaced by HIDDEN."""
     bias_rate: float = 2e-3
     """Step of the router's correction bias at the peak rate; it falls with the rate."""
     clip: float = 1.0
     dtype: str | None = None
     """Compute dtype: None for the released dtypes (bfloat16), or "float32"."""
-    save_every: int = 500
+    save_every: int = 300
     log_every: int = 50
 
     @property

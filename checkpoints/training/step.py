@@ -106,7 +106,7 @@ def init_train_state(params: Any, settings: Settings) -> dict[str, Any]:
     return {"params": params, "optimiser": optimiser(settings.clip).init(params)}
 
 
-def step_scalars(settings: Settings, step: int) -> dict[str, np.ndarray]:
+def step_scalars(settings: Settings, step: int) -> dict[str, np.generic]:
     """The numbers of a step that are not compiled into it, so that every step runs one program."""
     rate = learning_rate(settings, step)
     quantised = step >= settings.steps

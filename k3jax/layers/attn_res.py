@@ -49,8 +49,9 @@ def mix(
         scores = jnp.where((position < count) | (position == len(sources) - 1), scores, -jnp.inf)
     # The barrier keeps XLA from holding a float32 copy of every source between the scores and the mix.
     weights, held = lax.optimization_barrier((jax.nn.softmax(scores, axis=-1), tuple(sources)))
-    total = sum((weights[..., j, None] * v.astype(jnp.float32) for j, v in enumerate(held[1:], 1)),
-                start=weights[..., 0, None] * held[0].astype(jnp.float32))  # fmt: skip
+    total = weights[..., 0, None] * held[0].astype(jnp.float32)
+    for j, v in enumerate(held[1:], 1):
+        total = total + weights[..., j, None] * v.astype(jnp.float32)
     return total.astype(sources[0].dtype)
 
 

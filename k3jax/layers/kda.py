@@ -48,7 +48,10 @@ def short_conv(
 
 
 def log_decay(
-    z: Float[Array, "*rows heads k"], a_log: Float[Array, " heads"], dt_bias: Float[Array, " channels"], bound: float
+    z: Float[Array, "*rows heads k"],
+    a_log: Float[Array, " heads"],
+    dt_bias: Float[Array, " channels"],
+    bound: float,
 ) -> Float[Array, "*rows heads k"]:
     """``g = bound * sigmoid(exp(A_log) * (z + dt_bias))`` in float32; A_log is per head.
 
@@ -109,7 +112,9 @@ def chunk_scan(
     pair = einsum("ijm,...mk->...ijk", between.astype(jnp.float32), g)
     pair_decay = jnp.exp(pair)
     decay = jnp.exp(jnp.cumsum(g, axis=-2))  # e^G
-    attend = jnp.where(row >= col, jnp.sum(q[..., :, None, :] * k[..., None, :, :] * pair_decay, axis=-1), 0.0)
+    attend = jnp.where(
+        row >= col, jnp.sum(q[..., :, None, :] * k[..., None, :, :] * pair_decay, axis=-1), 0.0
+    )
     A = jnp.where(row > col, jnp.sum(k[..., :, None, :] * k[..., None, :, :] * pair_decay, axis=-1), 0.0)
     inverse = unit_lower_inverse(beta[..., None] * A)
     w = einsum("...ij,...jk->...ik", inverse, beta[..., None] * k * decay)
@@ -140,7 +145,7 @@ def unit_lower_inverse(strictly_lower: Float[Array, "*rows c c"]) -> Float[Array
     """
     size = strictly_lower.shape[-1]
     eye = jnp.eye(size, dtype=strictly_lower.dtype)
-    rows = [jnp.broadcast_to(eye[0], strictly_lower.shape[:-1][:-1] + (size,))]
+    rows = [jnp.broadcast_to(eye[0], (*strictly_lower.shape[:-2], size))]
     for i in range(1, size):
         known = jnp.stack(rows, axis=-2)
         rows.append(eye[i] - jnp.sum(strictly_lower[..., i, :i, None] * known, axis=-2))
@@ -196,7 +201,7 @@ def kda_prefill(
     Returns:
         output [B, T, D] (padding positions hold numbers without meaning) and the new state.
     """
-    batch, tokens, _ = x.shape
+    tokens = x.shape[1]
     pad = -tokens % CHUNK
     valid = (jnp.arange(tokens) < counts[:, None])[..., None]
     # Also where padding holds NaN or infinity, none of it reaches the state.

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..config import K3Config
 from ..state import CACHE_BLOCK
-from .linear import einsum, linear
+from .linear import einsum, linear, rounded_einsum
 from .norm import rms_norm
 
 
@@ -105,8 +105,8 @@ def mla_prefill(
         peak, mass, acc = carry
         rows = lax.dynamic_slice_in_dim(cache, i * CACHE_BLOCK, CACHE_BLOCK, axis=1)
         c, r = rows[..., : config.kv_lora_rank], rows[..., config.kv_lora_rank :]
-        key = einsum("bsc,nkc->bsnk", c, w_uk).astype(x.dtype)
-        value = einsum("bsc,nvc->bsnv", c, w_uv).astype(x.dtype)
+        key = rounded_einsum("bsc,nkc->bsnk", c, w_uk)
+        value = rounded_einsum("bsc,nvc->bsnv", c, w_uv)
         score = einsum("btnk,bsnk->bnts", q_nope, key) + einsum("btnr,bsr->bnts", q_shared, r)
         seen = (i * CACHE_BLOCK + jnp.arange(CACHE_BLOCK) <= position[..., None])[:, None]
         score = jnp.where(seen, score * _scale(config), -jnp.inf)

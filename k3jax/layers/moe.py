@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from ..config import K3Config
 from ..quant import MXFP4
 from .ffn import dense_ffn, situ
-from .linear import einsum, linear
+from .linear import einsum, linear, rounded_einsum
 from .norm import rms_norm
 
 DECODED_LIMIT = 1 << 25
@@ -41,7 +41,10 @@ def router_logits(p: Mapping[str, Any], x: Float[Array, "*rows d"]) -> Float[Arr
 
 
 def route(
-    p: Mapping[str, Any], x: Float[Array, "*rows d"], config: K3Config, ids: Int[Array, "*rows a"] | None = None
+    p: Mapping[str, Any],
+    x: Float[Array, "*rows d"],
+    config: K3Config,
+    ids: Int[Array, "*rows a"] | None = None,
 ) -> tuple[Int[Array, "*rows a"], Float[Array, "*rows a"]]:
     """Expert ids int32 [..., A], best first, and their float32 weights [..., A].
 
@@ -136,7 +139,9 @@ def experts_by_block(
     block = _block_size(config, config.num_experts)
     dtype = latent.dtype
     # [T, E] mixing weights: 0 where not chosen.
-    combine = jnp.sum(jax.nn.one_hot(ids, config.num_experts, dtype=jnp.float32) * weights[..., None], axis=-2)
+    combine = jnp.sum(
+        jax.nn.one_hot(ids, config.num_experts, dtype=jnp.float32) * weights[..., None], axis=-2
+    )
     chosen = jnp.any(ids[..., None] == jnp.arange(config.num_experts), axis=-2)
 
     @jax.checkpoint  # as in experts_by_pair
@@ -145,9 +150,9 @@ def experts_by_block(
             piece = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, block, axis=0), leaf)
             return piece.decode(dtype) if isinstance(piece, MXFP4) else piece.astype(dtype)
 
-        gate = einsum("tl,efl->etf", latent, part(experts["w1"])).astype(dtype)
-        up = einsum("tl,efl->etf", latent, part(experts["w3"])).astype(dtype)
-        y = einsum("etf,elf->etl", situ(gate, up, config), part(experts["w2"])).astype(dtype)
+        gate = rounded_einsum("tl,efl->etf", latent, part(experts["w1"]))
+        up = rounded_einsum("tl,efl->etf", latent, part(experts["w3"]))
+        y = rounded_einsum("etf,elf->etl", situ(gate, up, config), part(experts["w2"]))
         mine = lax.dynamic_slice_in_dim(combine, start, block, axis=1).T[..., None]
         used = lax.dynamic_slice_in_dim(chosen, start, block, axis=1).T[..., None]
         return total + jnp.sum(jnp.where(used, mine * y.astype(jnp.float32), 0.0), axis=0)

@@ -17,11 +17,11 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import jaxlib
 import numpy as np
 import tyro
 
@@ -111,7 +111,7 @@ def main(
     print(f"date: {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC")
     print(f"device: {device.device_kind} ({device.platform}), {platform.machine()}")
     print(
-        f"versions: k3jax {k3jax.__version__}, jax {jax.__version__}, jaxlib {jaxlib.__version__}, "
+        f"versions: k3jax {k3jax.__version__}, jax {jax.__version__}, jaxlib {version('jaxlib')}, "
         f"Python {platform.python_version()}"
     )
     for dtype in dtypes:

@@ -140,8 +140,9 @@ def test_the_release_at_full_size_is_planned_from_its_headers(tmp_path):
     config = K3Config.preset("k3")
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf_dict()))
     weight_map = {}
+    shards = _release_shards(config)
     for number in range(1, 95):
-        shapes = _release_shard(config, number)
+        shapes = shards[number]
         header, position = {}, 0
         for name, (dtype, shape) in shapes.items():
             size = int(np.prod(shape)) * {"BF16": 2, "F32": 4, "U8": 1}[dtype]
@@ -172,13 +173,12 @@ def _of_layer(plan, layer):
     ]
 
 
-def _release_shard(config, number):
+def _release_shards(config):
+    """Names, dtypes and shapes of the files: one layer each, then what is outside the layers."""
     stored = {"bfloat16": "BF16", "float32": "F32"}
-    found = {}
+    shards = {number: {} for number in range(1, 95)}
     for slot in names.slots(config):
-        shard = slot.path[1] + 1 if slot.path[0] == "layers" else 94
-        if shard != number:
-            continue
+        found = shards[int(slot.path[1]) + 1 if slot.path[0] == "layers" else 94]
         name = names.PREFIX + slot.name
         if slot.expert:
             count, out, inner = slot.shape
@@ -187,7 +187,7 @@ def _release_shard(config, number):
                 found[f"{name.format(expert)}.weight_scale"] = ("U8", (out, inner // 32))
         else:
             found[name] = (stored[slot.dtype], (128,) if slot.is_a_log else slot.shape)
-    return found
+    return shards
 
 
 def test_the_small_configuration_of_these_tests_has_both_attentions_and_experts():

@@ -6,12 +6,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
-from support.oracle import CASE_A
 
 from k3jax import checkpoints
+from support.checkpoint_files import write_small
+from support.oracle import CASE_A
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +34,11 @@ if axis == "tensor":
 whole, _, _ = checkpoints.load_params(paths[0], progress=False)
 reports = []
 for path in paths:
-    params, _, report = checkpoints.load_params(path, mesh=mesh, progress=False)
+    try:
+        params, _, report = checkpoints.load_params(path, mesh=mesh, progress=False)
+    except checkpoints.CheckpointError as error:
+        reports.append({"error": str(error)})
+        continue
     needed = 0
     for got, want in zip(jax.tree.leaves(params), jax.tree.leaves(whole), strict=True):
         want = np.asarray(want)
@@ -54,7 +60,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _run(axis: str, paths: list[Path]) -> list[list[dict[str, int]]]:
+def _run(axis: str, paths: list[Path]) -> list[list[dict[str, Any]]]:
     """For each of two processes the reports of its loads."""
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
@@ -82,14 +88,25 @@ def _run(axis: str, paths: list[Path]) -> list[list[dict[str, int]]]:
     return [json.loads(out.splitlines()[-1]) for out, _ in results]
 
 
+def _subnormal_scale(tensors):
+    name = "model.layers.1.block_sparse_moe.experts.7.w1"
+    tensors[f"{name}.weight_scale"][2, 0] = 1
+    tensors[f"{name}.weight_packed"][2, 3] = 0x70
+
+
 # Which mesh axis crosses the processes: cuts between experts, or inside matrices. What is left
 # whole (everything but experts, or norms and experts) bounds what a process can save.
 @pytest.mark.parametrize(("axis", "share"), [("expert", 0.85), ("tensor", 0.75)])
 def test_each_of_two_processes_gets_its_shards_and_reads_only_their_bytes(tmp_path, axis, share):
     checkpoints.convert(CASE_A, tmp_path / "converted", progress=False)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(checkpoints.load_params(CASE_A, progress=False)[0]))
-    processes = _run(axis, [CASE_A, tmp_path / "converted"])
-    for release, converted in processes:
+    write_small(tmp_path / "bad", _subnormal_scale)
+    checkpoints.convert(tmp_path / "bad", tmp_path / "converted bad", progress=False)
+    paths = [CASE_A, tmp_path / "converted", tmp_path / "converted bad"]
+    processes = _run(axis, paths)
+    for release, converted, bad in processes:
+        # Codes and scales lie in both processes; each sees the one byte that bfloat16 cannot decode.
+        assert "experts.w1, scale at [7, 2, 0]: scale byte 1 " in bad["error"]
         assert release["bytes"] == release["needed"] == converted["bytes"]
         assert release["bytes"] < share * total
-    assert sum(release["bytes"] for release, _ in processes) >= total
+    assert sum(release["bytes"] for release, *_ in processes) >= total

@@ -347,7 +347,7 @@ def test_an_index_that_is_none_is_refused(tmp_path, content):
 
 def test_a_header_whose_sizes_contradict_its_shapes_is_refused(tmp_path):
     write_small(tmp_path, index=False)
-    retag(tmp_path / "model.safetensors", {"lm_head.weight": "F32"})
+    retag(tmp_path / "model.safetensors", ["lm_head.weight"], "F32")
     assert f"tensor {PREFIX}lm_head.weight: F32" in refusal(tmp_path)
 
 

@@ -161,7 +161,7 @@ def test_experts_stored_in_float_become_a_float_leaf_and_others_stay_packed(tmp_
 def test_an_array_is_placed_as_it_is_read_in_blocks_of_any_size_each_byte_once(
     cpu_devices, spec, block_bytes
 ):
-    values = np.arange(16 * 6 * 8, dtype=np.float32).reshape(16, 6, 8)
+    values = np.arange(16 * 12 * 8, dtype=np.float32).reshape(16, 12, 8)
     mesh = Mesh(np.array(cpu_devices).reshape(4, 2), ("x", "y"))
     sharding = NamedSharding(mesh, spec)
     times_read = np.zeros(values.shape, int)

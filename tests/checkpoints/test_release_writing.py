@@ -32,10 +32,15 @@ def test_what_is_written_is_read_back_bit_for_bit(tmp_path, seed):
         assert got == config
 
 
-def test_case_a_written_again_has_the_same_tensors_under_the_same_names(tmp_path):
-    params, config, _ = checkpoints.load_params(CASE_A, progress=False)
-    checkpoints.write_release(tmp_path, config, params)
-    (file,) = tmp_path.glob("*.safetensors")
+@pytest.mark.parametrize("by_way_of_orbax", [False, True])
+def test_case_a_written_again_has_the_same_tensors_under_the_same_names(tmp_path, by_way_of_orbax):
+    source = CASE_A
+    if by_way_of_orbax:
+        source = tmp_path / "orbax"
+        checkpoints.convert(CASE_A, source, progress=False)
+    params, config, _ = checkpoints.load_params(source, progress=False)
+    checkpoints.write_release(tmp_path / "again", config, params)
+    (file,) = (tmp_path / "again").glob("*.safetensors")
     with safe_open(file, framework="numpy") as stored:
         found = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (a file)
     assert_same_arrays(found, {"language_model." + name: value for name, value in case_a_tensors().items()})

@@ -8,9 +8,9 @@ import json
 from typing import Any
 
 import pytest
-from support.random_k3 import random_config
 
 from k3jax import K3Config
+from support.random_k3 import random_config
 
 
 def release_tree() -> dict[str, Any]:

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.random_k3 import random_config, random_tensors
 
 from k3jax import MXFP4, K3Config
 from k3jax.model import abstract_params
 from k3jax.state import abstract_state, cache_rows
+from support.random_k3 import random_config, random_tensors
 
 K3 = K3Config.preset("k3")
 

@@ -1,6 +1,7 @@
 """The script that measures how often the batch size changes a greedy token."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,10 @@ def flip_rate():
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
-    return module
+    yield module
+    del sys.modules[spec.name]
 
 
 class NoisyModel:

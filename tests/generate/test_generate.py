@@ -1,6 +1,7 @@
 """Generation: what comes back, and when it stops (known faults SG-01, 05, 06, 07, 08; NB-03, 04)."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,14 @@ import pytest
 from jax.sharding import Mesh
 
 import k3jax
+import k3jax.model
 from k3jax import NonFiniteLogitsError, Sampling
 from k3jax import generate as generation
-from support.generation import EOS, LIMIT, PAD, VOCABULARY, Scripted, config, model, script_of
+from k3jax.axes import param_shardings
+from support.generation import EOS, LIMIT, PAD, VOCABULARY, config, model, script_of, scripted
 
 NEVER = Sampling(stop_tokens=())
+COMPILED: Any = generation._decode_and_pick
 
 
 def by_hand(prompt, new, max_length=256):
@@ -98,8 +102,8 @@ def test_a_longer_generation_begins_with_the_shorter_one():
 
 
 def test_the_configs_stop_token_ends_a_row_and_is_last_in_tokens_but_not_in_text(monkeypatch):
-    scripted = Scripted(monkeypatch, script_of([[104, 105, EOS, 33], [111, 107, 33, 33]]))
-    result = generation.generate(scripted, ["a", "bc"], max_new_tokens=4)
+    fake = scripted(monkeypatch, script_of([[104, 105, EOS, 33], [111, 107, 33, 33]]))
+    result = generation.generate(fake, ["a", "bc"], max_new_tokens=4)
     assert result.tokens == [[104, 105, EOS], [111, 107, 33, 33]]
     assert result.text == ["hi", "ok!!"]
     assert result.finish_reason == ["stop", "length"]
@@ -107,17 +111,17 @@ def test_the_configs_stop_token_ends_a_row_and_is_last_in_tokens_but_not_in_text
 
 
 def test_a_stop_token_at_the_last_step_is_a_stop(monkeypatch):
-    scripted = Scripted(monkeypatch, script_of([[104, EOS]]))
-    assert generation.generate(scripted, "a", max_new_tokens=2).finish_reason == ["stop"]
-    scripted = Scripted(monkeypatch, script_of([[EOS]]))
-    first = generation.generate(scripted, "a", max_new_tokens=5)
+    fake = scripted(monkeypatch, script_of([[104, EOS]]))
+    assert generation.generate(fake, "a", max_new_tokens=2).finish_reason == ["stop"]
+    fake = scripted(monkeypatch, script_of([[EOS]]))
+    first = generation.generate(fake, "a", max_new_tokens=5)
     assert (first.tokens, first.text, first.finish_reason) == ([[EOS]], [""], ["stop"])
 
 
 def test_stop_tokens_of_ones_own_replace_the_configs(monkeypatch):
-    scripted = Scripted(monkeypatch, script_of([[104, EOS, 105, 33, 34]] * 2))
+    fake = scripted(monkeypatch, script_of([[104, EOS, 105, 33, 34]] * 2))
     rows = [Sampling(stop_tokens=(33, 7)), Sampling(stop_tokens=())]
-    result = generation.generate(scripted, ["a", "b"], max_new_tokens=5, sampling=rows)
+    result = generation.generate(fake, ["a", "b"], max_new_tokens=5, sampling=rows)
     assert result.tokens == [[104, EOS, 105, 33], [104, EOS, 105, 33, 34]]
     assert result.finish_reason == ["stop", "length"]
     assert result.text == ["hi", 'hi!"']
@@ -125,27 +129,27 @@ def test_stop_tokens_of_ones_own_replace_the_configs(monkeypatch):
 
 def test_more_stop_tokens_than_a_block_all_stop(monkeypatch):
     many = tuple(range(100, 120))
-    scripted = Scripted(monkeypatch, script_of([[5, 119, 6]]))
-    assert generation.generate(
-        scripted, "a", max_new_tokens=3, sampling=Sampling(stop_tokens=many)
-    ).tokens == [[5, 119]]
+    fake = scripted(monkeypatch, script_of([[5, 119, 6]]))
+    assert generation.generate(fake, "a", max_new_tokens=3, sampling=Sampling(stop_tokens=many)).tokens == [
+        [5, 119]
+    ]
 
 
 def test_padding_ends_a_row_and_is_no_text(monkeypatch):
     """SG-06: padding has the highest logit."""
-    scripted = Scripted(monkeypatch, script_of([[104, PAD]]))
-    result = generation.generate(scripted, "a", max_new_tokens=50)
+    fake = scripted(monkeypatch, script_of([[104, PAD]]))
+    result = generation.generate(fake, "a", max_new_tokens=50)
     assert (result.tokens, result.text, result.finish_reason) == ([[104, PAD]], ["h"], ["stop"])
 
 
 def test_a_padding_id_that_is_an_ordinary_byte_is_not_taken_for_padding(monkeypatch):
-    scripted = Scripted(monkeypatch, script_of([[104, 0, 105]]))
-    scripted.config = dataclasses.replace(scripted.config, pad_token_id=0)
-    assert generation.generate(scripted, "a", max_new_tokens=3).tokens == [[104, 0, 105]]
+    fake = scripted(monkeypatch, script_of([[104, 0, 105]]))
+    fake.config = dataclasses.replace(fake.config, pad_token_id=0)
+    assert generation.generate(fake, "a", max_new_tokens=3).tokens == [[104, 0, 105]]
 
 
 def test_rows_that_have_finished_take_no_further_step(monkeypatch):
-    scripted = Scripted(monkeypatch, script_of([[104, EOS], [33], [EOS]]))
+    fake = scripted(monkeypatch, script_of([[104, EOS], [33], [EOS]]))
     states = []
     real = generation._decode_and_pick
 
@@ -155,7 +159,7 @@ def test_rows_that_have_finished_take_no_further_step(monkeypatch):
         return out
 
     monkeypatch.setattr(generation, "_decode_and_pick", record)
-    generation.generate(scripted, ["a", "bb", "ccc"], max_new_tokens=5)
+    generation.generate(fake, ["a", "bb", "ccc"], max_new_tokens=5)
     # Prompts of 1, 2 and 3 tokens; a row's last token is never put into its state.
     assert states == [[2, 3, 3], [2, 4, 3], [2, 5, 3], [2, 6, 3]]
 
@@ -163,9 +167,9 @@ def test_rows_that_have_finished_take_no_further_step(monkeypatch):
 def test_the_penalty_counts_prompt_and_generated_tokens(monkeypatch):
     logits = np.zeros((1, 1, VOCABULARY), np.float32)
     logits[0, 0, [65, 66, 67, 68]] = [4.0, 3.9, 3.8, 3.7]
-    scripted = Scripted(monkeypatch, np.repeat(logits, 6, axis=1))
+    fake = scripted(monkeypatch, np.repeat(logits, 6, axis=1))
     s = Sampling(repetition_penalty=1.5, stop_tokens=())
-    result = generation.generate(scripted, [65, 9], max_new_tokens=4, sampling=s)
+    result = generation.generate(fake, [65, 9], max_new_tokens=4, sampling=s)
     # 65 is in the prompt: 66, 67, 68 come first; then all four are equally penalised.
     assert result.tokens == [[66, 67, 68, 65]]
     expected = np.log(np.exp([3.9, 3.8, 3.7, 4.0]) / np.exp(logits[0, 0].astype(np.float64)).sum())
@@ -173,9 +177,9 @@ def test_the_penalty_counts_prompt_and_generated_tokens(monkeypatch):
 
 
 def test_the_penalty_of_one_row_leaves_the_others_alone(monkeypatch):
-    scripted = Scripted(monkeypatch, script_of([[70]] * 2, strength=1.0))
+    fake = scripted(monkeypatch, script_of([[70]] * 2, strength=1.0))
     rows = [Sampling(repetition_penalty=100.0, stop_tokens=()), NEVER]
-    result = generation.generate(scripted, ["a", "a"], max_new_tokens=3, sampling=rows)
+    result = generation.generate(fake, ["a", "a"], max_new_tokens=3, sampling=rows)
     assert result.tokens[1] == [70, 70, 70]
     assert result.tokens[0][0] == 70
 
@@ -213,16 +217,15 @@ def test_the_state_holds_prompt_and_new_tokens_in_blocks_of_256(monkeypatch, len
 # -- rows that go wrong -----------------------------------------------------------------
 
 
-class PoisonedState:
+class PoisonedState(k3jax.Model):
     """The small model, but one value of a row's recurrent state is NaN after prefill."""
 
     def __init__(self, row):
-        self.row, self.real = row, model()
-        self.config, self.params, self.mesh = self.real.config, self.real.params, None
-        self.tokenizer, self.implementation = self.real.tokenizer, self.real.implementation
+        super().__init__(model().params, config())
+        self.row = row
 
     def prefill(self, *args, **options):
-        logits, state = self.real.prefill(*args, **options)
+        logits, state = super().prefill(*args, **options)
         first = dict(state.layers[0], S=state.layers[0]["S"].at[self.row, 1, 2, 3].set(jnp.nan))
         return logits, dataclasses.replace(state, layers=(first, *state.layers[1:]))
 
@@ -252,7 +255,7 @@ def test_rows_without_finite_logits_never_become_token_0(monkeypatch, poison, s)
     else:
         script[1, 2, 9] = script[2, 0, 200] = poison
     with pytest.raises(NonFiniteLogitsError) as caught:
-        generation.generate(Scripted(monkeypatch, script), ["a", "b", "c"], max_new_tokens=4, sampling=s)
+        generation.generate(scripted(monkeypatch, script), ["a", "b", "c"], max_new_tokens=4, sampling=s)
     assert caught.value.rows == [1, 2]
     assert [len(t) for t in caught.value.result.tokens] == [4, 2, 0]
     assert not any(0 in tokens for tokens in caught.value.result.tokens)
@@ -264,7 +267,7 @@ def test_banned_tokens_have_no_influence_on_logprobs_and_are_not_chosen(monkeypa
     script = np.full((1, 3, VOCABULARY), -np.inf, np.float32)
     script[0, :, [10, 20]] = np.log([[0.25] * 3, [0.75] * 3])
     result = generation.generate(
-        Scripted(monkeypatch, script),
+        scripted(monkeypatch, script),
         "a",
         max_new_tokens=3,
         sampling=Sampling(temperature=1.0, stop_tokens=()),
@@ -319,7 +322,7 @@ def test_one_compilation_serves_any_number_of_steps_and_any_parameter_values(mon
         return plain(*args, **options)
 
     monkeypatch.setattr(k3jax.model, "decode_step", counted)
-    generation._decode_and_pick.clear_cache()
+    COMPILED.clear_cache()
     hot = Sampling(temperature=1.0, top_p=0.9, stop_tokens=())
     for new in (1, 2, 3, 17, 60):
         model().generate(["a", "bb", "c"], max_new_tokens=new, sampling=hot, seed=new)
@@ -331,17 +334,17 @@ def test_one_compilation_serves_any_number_of_steps_and_any_parameter_values(mon
         model().generate(["something longer", [4], "d"], max_new_tokens=9, sampling=s)
     list(model().stream(["s", "t", "u"], max_new_tokens=6, sampling=hot))
     assert len(traces) == 1
-    assert generation._decode_and_pick._cache_size() == 1
+    assert COMPILED._cache_size() == 1
 
 
 def test_on_a_mesh_the_tokens_are_the_same_and_the_step_compiles_once(cpu_devices):
     s = Sampling(repetition_penalty=1.3, temperature=1.0, top_k=20, stop_tokens=())
     expected = model().generate(["mesh", "of four"], max_new_tokens=6, sampling=s)
     mesh = Mesh(np.array(cpu_devices[:4]).reshape(2, 2), ("data", "tensor"))
-    params = jax.device_put(model().params, k3jax.axes.param_shardings(config(), mesh))
-    before = generation._decode_and_pick._cache_size()
+    params = jax.device_put(model().params, param_shardings(config(), mesh))
+    before = COMPILED._cache_size()
     sharded = k3jax.Model(params, config(), mesh=mesh).generate(
         ["mesh", "of four"], max_new_tokens=6, sampling=s
     )
     assert sharded.tokens == expected.tokens
-    assert generation._decode_and_pick._cache_size() == before + 1
+    assert COMPILED._cache_size() == before + 1

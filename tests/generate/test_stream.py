@@ -11,7 +11,7 @@ from k3jax import NonFiniteLogitsError, Sampling
 from k3jax import generate as generation
 from k3jax.generate import _RowText
 from k3jax.tokenizer import ByteTokenizer
-from support.generation import EOS, Scripted, model, script_of
+from support.generation import EOS, model, script_of, scripted
 
 NEVER = Sampling(stop_tokens=())
 
@@ -32,22 +32,20 @@ def test_the_steps_add_up_to_what_generate_returns(s):
 
 def test_a_character_waits_for_its_last_byte(monkeypatch):
     text = "é中😀!"
-    steps = list(generation.stream(Scripted(monkeypatch, script_of([list(text.encode())])), "a", 10))
+    steps = list(generation.stream(scripted(monkeypatch, script_of([list(text.encode())])), "a", 10))
     assert [step.text[0] for step in steps] == ["", "é", "", "", "中", "", "", "", "😀", "!"]
 
 
 def test_bytes_that_are_no_utf8_become_the_replacement_character_as_in_generate(monkeypatch):
     tokens = [0x61, 0xFF, 0xE4, 0xB8, 0x62, 0xE4, 0xB8]  # the last two are the start of a character
-    scripted = Scripted(monkeypatch, script_of([tokens]))
-    steps = list(generation.stream(scripted, "a", len(tokens), NEVER))
+    fake = scripted(monkeypatch, script_of([tokens]))
+    steps = list(generation.stream(fake, "a", len(tokens), NEVER))
     assert [step.text[0] for step in steps] == ["a", "\ufffd", "", "", "\ufffdb", "", "\ufffd"]
-    assert generation.generate(scripted, "a", len(tokens), NEVER).text == [
-        bytes(tokens).decode(errors="replace")
-    ]
+    assert generation.generate(fake, "a", len(tokens), NEVER).text == [bytes(tokens).decode(errors="replace")]
 
 
 def test_an_incomplete_character_comes_out_when_a_stop_token_ends_the_row(monkeypatch):
-    steps = list(generation.stream(Scripted(monkeypatch, script_of([[0x61, 0xE4, EOS]])), "a", 9))
+    steps = list(generation.stream(scripted(monkeypatch, script_of([[0x61, 0xE4, EOS]])), "a", 9))
     assert [step.text[0] for step in steps] == ["a", "", "\ufffd"]
     assert steps[-1].tokens.tolist() == [EOS]
 
@@ -65,8 +63,8 @@ def test_pieces_add_up_to_the_text_however_the_bytes_are_cut(data, cuts):
 
 
 def test_rows_that_have_finished_show_minus_one_and_no_text(monkeypatch):
-    scripted = Scripted(monkeypatch, script_of([[65, EOS], [66, 67, 68, EOS], [EOS]]))
-    steps = list(generation.stream(scripted, ["a", "b", "c"], 10))
+    fake = scripted(monkeypatch, script_of([[65, EOS], [66, 67, 68, EOS], [EOS]]))
+    steps = list(generation.stream(fake, ["a", "b", "c"], 10))
     assert [step.tokens.tolist() for step in steps] == [
         [65, 66, EOS], [EOS, 67, -1], [-1, 68, -1], [-1, EOS, -1],
     ]  # fmt: skip
@@ -79,7 +77,7 @@ def test_rows_that_have_finished_show_minus_one_and_no_text(monkeypatch):
 def test_rows_with_nan_show_minus_one_and_the_error_comes_after_the_last_step(monkeypatch):
     script = script_of([[65, 66, 67], [65, 66, 67]])
     script[0, 1, 8] = np.nan
-    steps = generation.stream(Scripted(monkeypatch, script), ["a", "b"], 3, NEVER)
+    steps = generation.stream(scripted(monkeypatch, script), ["a", "b"], 3, NEVER)
     seen = [(step.tokens.tolist(), step.finished.tolist()) for step in itertools.islice(steps, 3)]
     with pytest.raises(NonFiniteLogitsError) as caught:
         next(steps)

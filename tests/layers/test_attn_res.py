@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from k3jax import K3Config
+from k3jax.layers.attn_res import mix, source_score
+from k3jax.model import run_layers
 from support.compare import assert_close
 from support.random_k3 import params_from_tensors, random_config, random_tensors
 from support.reference import Arch, attn_res_mix, weight_tree
 from support.reference_math import rms
 from support.reference_moe import dense_ffn
 from support.tiny_model import bits
-
-from k3jax import K3Config
-from k3jax.layers.attn_res import mix, source_score
-from k3jax.model import run_layers
 
 D, EPS = 24, 1e-5
 RNG = np.random.default_rng(0)
@@ -82,7 +82,9 @@ def test_bfloat16_sources_are_mixed_in_float32_and_rounded_once() -> None:
     values = [jnp.asarray(v, jnp.bfloat16) for v in drawn(4)]
     norm, proj = jnp.asarray(NORM, jnp.bfloat16), jnp.asarray(PROJ, jnp.bfloat16)
     got = mix(values, norm, proj, EPS)
-    wide = mix([v.astype(jnp.float32) for v in values], norm.astype(jnp.float32), proj.astype(jnp.float32), EPS)
+    wide = mix(
+        [v.astype(jnp.float32) for v in values], norm.astype(jnp.float32), proj.astype(jnp.float32), EPS
+    )
     assert got.dtype == jnp.bfloat16
     assert bits(got) == bits(wide.astype(jnp.bfloat16))
 
@@ -130,7 +132,9 @@ def test_snapshots_are_taken_at_block_starts_and_a_short_last_block_counts_once(
             total = total + a
         mixture = attn_res_mix([*blocks, total], layer["mlp_res_norm"], layer["mlp_res_proj"], arch.eps)
         assert_close(f"layer {i} mlp_mix", seen[f"layers.{i}.mlp_mix"], mixture, 1e-5, "float32 rounding")
-        total = total + dense_ffn(layer["mlp"], arch, rms(mixture, layer["post_attention_layernorm"], arch.eps))
+        total = total + dense_ffn(
+            layer["mlp"], arch, rms(mixture, layer["post_attention_layernorm"], arch.eps)
+        )
         assert_close(f"layer {i} sum", seen[f"layers.{i}.prefix_sum"], total, 1e-5, "float32 rounding")
     assert len(blocks) == -(-5 // block)
     mixture = attn_res_mix([*blocks, total], w["output_attn_res_norm"], w["output_attn_res_proj"], arch.eps)

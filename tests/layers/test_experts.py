@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from k3jax import MXFP4, K3Config
+from k3jax.layers import moe
+from k3jax.model import abstract_params
 from support.compare import assert_close
 from support.jaxpr_walk import outputs, trace
 from support.random_k3 import params_from_tensors, random_config, random_tensors
 from support.reference_moe import latent_expert_sum, moe_layer
 from support.reference_weights import Arch, weight_tree
-
-from k3jax import MXFP4, K3Config
-from k3jax.layers import moe
-from k3jax.model import abstract_params
 
 CONFIG = dataclasses.replace(
     random_config(
@@ -34,7 +34,7 @@ WEIGHTS = weight_tree(TENSORS, ARCH)["layers"][1]["block_sparse_moe"]
 PARAMS = params_from_tensors(CONFIG, TENSORS, "float32")["layers"][1]["block_sparse_moe"]
 FLOATS = {name: leaf.decode() for name, leaf in PARAMS["experts"].items()}
 L = CONFIG.routed_expert_hidden_size
-WAYS = {"by_pair": moe.experts_by_pair, "by_block": moe.experts_by_block}
+WAYS: dict[str, Any] = {"by_pair": moe.experts_by_pair, "by_block": moe.experts_by_block}
 RUN = {name: jax.jit(way, static_argnames="config") for name, way in WAYS.items()}
 ROUNDING = "float32 rounding; 3e-7 measured"
 
@@ -74,7 +74,7 @@ def test_many_pairs_run_as_a_loop_and_equal_the_reference(monkeypatch: pytest.Mo
     monkeypatch.setattr(moe, "DECODED_LIMIT", 1)
     latent, ids, weights = drawn(12)
     assert ids.size > moe.UNROLL_LIMIT
-    got = moe.experts_by_pair(PARAMS["experts"], *map(jnp.asarray, (latent, ids, weights)), CONFIG)
+    got = moe.experts_by_pair(PARAMS["experts"], *map(jnp.asarray, (latent, ids, weights)), config=CONFIG)
     assert_close("by pair", got, exact(latent, ids, weights), 2e-6, ROUNDING)
 
 
@@ -172,13 +172,17 @@ def pair_arguments(config: K3Config, tokens: int, dtype: Any) -> tuple[Any, ...]
     )
 
 
-@pytest.mark.parametrize(("way", "tokens"), [("by_pair", 1), ("by_pair", 8), ("by_block", 64), ("by_block", 512)])
+@pytest.mark.parametrize(
+    ("way", "tokens"), [("by_pair", 1), ("by_pair", 8), ("by_block", 64), ("by_block", 512)]
+)
 def test_at_k3s_width_one_expert_is_decoded_at_a_time(way: str, tokens: int) -> None:
     """No array of decoded weights is larger than one matrix of one expert; nothing is computed here."""
     config = K3Config.preset("k3-slice", num_layers=2)
     one = config.moe_intermediate_size * config.routed_expert_hidden_size
     assert 3 * one <= moe.DECODED_LIMIT
-    values = outputs(trace(functools.partial(WAYS[way], config=config), *pair_arguments(config, tokens, jnp.bfloat16)))
+    values = outputs(
+        trace(functools.partial(WAYS[way], config=config), *pair_arguments(config, tokens, jnp.bfloat16))
+    )
     sizes = [math.prod(v.shape) for v in values if jnp.issubdtype(v.dtype, jnp.floating)]
     assert max(sizes) == one
     # Not even packed bytes are copied for more than one expert.

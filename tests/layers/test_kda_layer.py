@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from k3jax.layers.kda import kda_prefill, kda_step
 from support.compare import assert_close
 from support.random_k3 import params_from_tensors, random_config, random_tensors
 from support.reference_kda import kda_layer
 from support.reference_weights import Arch, weight_tree
 from support.tiny_model import assert_bit_equal, bits
-
-from k3jax.layers.kda import kda_prefill, kda_step
 
 B, T = 3, 20
 CONFIG = random_config(
@@ -117,9 +117,7 @@ def test_a_row_without_tokens_keeps_its_state_bit_for_bit() -> None:
     before = started()
     before["S"] = before["S"].at[1, 0, 0, 0].set(-0.0)  # not even the sign of a zero changes
     _, after = prefill(PARAMS, jnp.zeros((B, T, CONFIG.hidden_size)), before, counted([T, 0, T]))
-    _, stepped = step(
-        PARAMS, jnp.zeros((B, CONFIG.hidden_size)), before, jnp.asarray([True, False, True])
-    )
+    _, stepped = step(PARAMS, jnp.zeros((B, CONFIG.hidden_size)), before, jnp.asarray([True, False, True]))
     for new in (after, stepped):
         for name in ("S", "conv"):
             assert bits(new[name][1]) == bits(before[name][1])

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.compare import assert_close, relative_rms
-from support.reference_kda import delta_rule, l2_normalize
 
 from k3jax.layers.kda import CHUNK, chunk_scan, log_decay, recurrent_step, short_conv, unit_lower_inverse
 from k3jax.layers.norm import l2_norm
+from support.compare import assert_close, relative_rms
+from support.reference_kda import delta_rule, l2_normalize
 
 B, N, K, V = 1, 2, 8, 12
 """Key and value sizes differ, so that a transposed state cannot hide (KDA-01)."""

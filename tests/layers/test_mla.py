@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from k3jax import K3Config
+from k3jax.layers.mla import latent_rows, mla_prefill, mla_step, write_rows
+from k3jax.model import abstract_params
+from k3jax.state import CACHE_BLOCK
 from support.compare import assert_close
 from support.jaxpr_walk import outputs, trace
 from support.random_k3 import params_from_tensors, random_config, random_tensors
 from support.reference_mla import expand_rows, mla_layer
 from support.reference_weights import Arch, weight_tree
 from support.tiny_model import bits
-
-from k3jax import K3Config
-from k3jax.layers.mla import latent_rows, mla_prefill, mla_step, write_rows
-from k3jax.model import abstract_params
-from k3jax.state import CACHE_BLOCK
 
 B, T, ROWS = 3, 20, 2 * CACHE_BLOCK
 CONFIG = random_config(
@@ -198,7 +198,9 @@ def test_the_output_gate_is_a_plain_sigmoid_before_the_output_projection() -> No
         assert bits(whole) == bits(2 * half)
         assert_close("gated by one half", half, want, 1e-5, ROUNDING)
         assert_close("gated by one half", half_step, want[:, 0], 1e-5, ROUNDING)
-        _, _, taps = mla_layer(w_zero, ARCH, x.astype(np.float64), {"cache": cache[:, :held].astype(np.float64)})
+        _, _, taps = mla_layer(
+            w_zero, ARCH, x.astype(np.float64), {"cache": cache[:, :held].astype(np.float64)}
+        )
         assert_close("half of ungated", half, 0.5 * taps["o"] @ w_zero["o_proj"].T, 1e-5, ROUNDING)
 
 
@@ -276,7 +278,8 @@ def test_cache_rows_are_addressed_by_row_and_position_not_by_one_product() -> No
         return jax.ShapeDtypeStruct(dims, dtype)
 
     eqns = trace(
-        functools.partial(mla_step, config=config), p, shape(batch, config.hidden_size), shape(batch, rows, width),
+        functools.partial(mla_step, config=config),
+        p, shape(batch, config.hidden_size), shape(batch, rows, width),
         shape(batch, dtype=jnp.int32), shape(batch, dtype=jnp.bool_),
     )  # fmt: skip
     eqns += trace(

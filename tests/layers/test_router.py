@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from k3jax.layers.moe import latent_moe, route, router_logits, select_experts
 from support.jaxpr_walk import trace
 from support.random_k3 import random_config
 from support.reference_math import sigmoid
-
-from k3jax.layers.moe import latent_moe, route, router_logits, select_experts
 
 CHOOSE = jax.jit(route, static_argnames="config")
 
@@ -62,7 +62,11 @@ def test_logits_that_differ_only_in_float32_are_told_apart_at_every_batch_size(b
 def test_the_router_computes_in_float32_at_full_precision_whatever_its_inputs_are() -> None:
     """RT-01, NUM-07"""
     p = {"gate": jnp.zeros((8, 32), jnp.bfloat16), "e_score_correction_bias": jnp.zeros(8)}
-    dots = [e for e in trace(router_logits, p, jnp.zeros((2, 32), jnp.bfloat16)) if e.primitive.name == "dot_general"]
+    dots = [
+        e
+        for e in trace(router_logits, p, jnp.zeros((2, 32), jnp.bfloat16))
+        if e.primitive.name == "dot_general"
+    ]
     assert len(dots) == 1
     assert [v.aval.dtype for v in (*dots[0].invars, *dots[0].outvars)] == [jnp.float32] * 3
     assert "HIGHEST" in str(dots[0].params["precision"])
@@ -137,7 +141,9 @@ def test_scores_that_all_underflow_give_finite_weights() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_rows_with_non_finite_logits_keep_to_valid_distinct_ids_and_leave_the_others_alone(bad: float) -> None:
+def test_rows_with_non_finite_logits_keep_to_valid_distinct_ids_and_leave_the_others_alone(
+    bad: float,
+) -> None:
     """RT-06"""
     rng = np.random.default_rng(3)
     logits = rng.standard_normal((8, 896)).astype(np.float32)
@@ -158,7 +164,9 @@ def test_a_nan_row_of_the_whole_sublayer_is_nan_and_the_others_are_bit_unchanged
     from support.random_k3 import params_from_tensors, random_tensors
 
     config = config_of(8, 2)
-    config = dataclasses.replace(config, layer_types=("kda", "kda"), num_hidden_layers=2, first_k_dense_replace=1)
+    config = dataclasses.replace(
+        config, layer_types=("kda", "kda"), num_hidden_layers=2, first_k_dense_replace=1
+    )
     p = params_from_tensors(config, random_tensors(config, 0), "float32")["layers"][1]["block_sparse_moe"]
     moe = jax.jit(latent_moe, static_argnames="config")
     for tokens in (4, 80):  # by pair and by block

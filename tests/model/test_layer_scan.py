@@ -8,20 +8,20 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from support.compare import relative_rms
 
 from k3jax import K3Config
 from k3jax.layer_scan import Loop, find_loop, prefer_scan
 from k3jax.model import decode_step, prefill
 from k3jax.random_params import random_params
+from support.compare import relative_rms
 
 RELEASE = K3Config.preset("k3")
 SMALL: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "q_lora_rank": 16,
-    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "kda_num_heads": 2,
-    "kda_head_dim": 8, "kda_v_head_dim": 12, "kda_a_log_size": 2, "num_experts": 8, "num_experts_per_token": 2,
-    "moe_intermediate_size": 32, "routed_expert_hidden_size": 32, "eos_token_id": None, "bos_token_id": None,
-    "pad_token_id": None,
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "kda_num_heads": 2, "kda_head_dim": 8, "kda_v_head_dim": 12, "kda_a_log_size": 2, "num_experts": 8,
+    "num_experts_per_token": 2, "moe_intermediate_size": 32, "routed_expert_hidden_size": 32,
+    "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 
 
@@ -45,7 +45,8 @@ def test_loop_and_unrolled_layers_agree(block: int) -> None:
         attn_res_block_size=block, first_k_dense_replace=9,
     )  # fmt: skip
     loop = find_loop(config)
-    assert loop is not None and loop.groups >= 2
+    assert loop is not None
+    assert loop.groups >= 2
     params = random_params(config, 0, "float32")
     tokens = np.random.default_rng(0).integers(0, 64, (2, 9))
     run = jax.jit(prefill, static_argnames=("config", "scan_layers", "logits"))

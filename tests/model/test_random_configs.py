@@ -8,6 +8,7 @@ show. Rows are ragged; the reference runs each row by itself.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,13 +21,14 @@ from k3jax import model
 from k3jax.config import K3Config
 from k3jax.quant import MXFP4
 from k3jax.state import State
-from support.compare import assert_close, assert_routing_equal
+from support.compare import assert_close, assert_routing_equal, relative_rms
 from support.random_k3 import params_from_tensors, random_config, random_tensors
 from support.reference import Run, forward
 from support.reference_weights import Arch, weight_tree
 
 TOL = 5e-5
 WHY = "float32 against float64 through up to seven layers: below 1e-5 measured"
+NOISE = 1.2e-7  # relative, 2^-23: one unit in the last place of float32
 NO_TIE = 2e-5  # smallest gap between a chosen and a refused expert; float32 noise is below 5e-6
 
 
@@ -46,12 +48,30 @@ class Case:
         arch = Arch.of(config)
         return cls(config, params_from_tensors(config, tensors, "float32"), arch, weight_tree(tensors, arch))
 
-    def reference(self, tokens: np.ndarray, state: Any = None) -> Run:
-        """One row [T] through the reference, which must not come near a tie between experts."""
-        run = forward(self.weights, self.arch, tokens[None], state)
-        margin = run.smallest_margin(self.arch)
-        assert margin > NO_TIE, f"pick another seed: two experts are {margin:.1e} apart"
-        return run
+    @functools.cached_property
+    def noisy_weights(self) -> dict[str, Any]:
+        rng = np.random.default_rng(0)
+        return jax.tree.map(lambda w: w * (1 + NOISE * rng.standard_normal(w.shape)), self.weights)
+
+    def draw(
+        self, rng: np.random.Generator, length: int, before: Run | None = None
+    ) -> tuple[np.ndarray, Run]:
+        """Random tokens [T] on which float32 can be held to TOL, and the reference's run of them.
+
+        Refused are near ties between experts, and ill-conditioned tokens (a KDA read that cancels
+        to nearly nothing before its norm, say): there the float64 reference itself moves when its
+        weights carry float32 noise.
+        """
+        state = None if before is None else before.state
+        for _ in range(50):
+            tokens = rng.integers(0, self.config.vocab_size, length).astype(np.int32)
+            run = forward(self.weights, self.arch, tokens[None], state)
+            if run.smallest_margin(self.arch) < NO_TIE:
+                continue
+            moved = forward(self.noisy_weights, self.arch, tokens[None], state)
+            if relative_rms(moved.logits, run.logits) < TOL / 5:
+                return tokens, run
+        raise AssertionError(f"fifty draws of {length} tokens were all ill-conditioned or close to a tie")
 
 
 def assert_row_state(case: Case, state: State, row: int, run: Run, what: str) -> None:
@@ -70,40 +90,42 @@ def check_against_reference(case: Case, lengths: Sequence[int], steps: int, chun
     """Ragged prefill, then decode steps in which row 0 sits out every second one."""
     config = case.config
     rng = np.random.default_rng(len(lengths))
-    width = max(lengths)
-    tokens = rng.integers(0, config.vocab_size, (len(lengths), width)).astype(np.int32)
+    # Padding is not zero: nothing may depend on it.
+    tokens = rng.integers(0, config.vocab_size, (len(lengths), max(lengths))).astype(np.int32)
+    runs: list[Run | None] = [None] * len(lengths)
+    for row, length in enumerate(lengths):
+        if length:
+            tokens[row, :length], runs[row] = case.draw(rng, length)
     logits, state = jax.jit(
         lambda p, t, n: model.prefill(p, t, config=config, lengths=n, chunk_size=chunk_size)
     )(case.params, tokens, np.asarray(lengths, np.int32))
     assert logits is not None
     assert np.asarray(state.lengths).tolist() == list(lengths)
-    runs: list[Any] = []
-    for row, length in enumerate(lengths):
+    for row, (length, run) in enumerate(zip(lengths, runs, strict=True)):
         assert not np.asarray(logits[row, length:]).any(), f"row {row}: logits past its length"
-        if length == 0:
-            runs.append(None)
-            continue
-        runs.append(case.reference(tokens[row, :length]))
-        assert_close(f"prefill logits of row {row}", logits[row, :length], runs[row].logits[0], TOL, WHY)
-        assert_row_state(case, state, row, runs[row], "after prefill")
+        if run is not None:
+            assert_close(f"prefill logits of row {row}", logits[row, :length], run.logits[0], TOL, WHY)
+            assert_row_state(case, state, row, run, "after prefill")
 
     step = jax.jit(lambda p, s, t, a: model.decode_step(p, s, t, a, config=config))
     for i in range(steps):
         active = np.ones(len(lengths), bool)
         active[0] = i % 2 == 0
-        new = rng.integers(0, config.vocab_size, len(lengths)).astype(np.int32)
+        new = np.zeros(len(lengths), np.int32)
+        for row in np.flatnonzero(active):
+            new[row : row + 1], runs[row] = case.draw(rng, 1, runs[row])
         before = state
         out, state = step(case.params, state, new, active)
-        for row in range(len(lengths)):
-            if not active[row]:
-                assert not np.asarray(out[row]).any()
+        for row, run in enumerate(runs):
+            if active[row]:
+                assert run is not None
+                assert_close(f"logits of step {i}, row {row}", out[row], run.logits[0, 0], TOL, WHY)
+                assert_row_state(case, state, row, run, f"after step {i}")
+            else:
+                assert not np.asarray(out[row]).any(), f"row {row} is not active and has logits"
                 old, now = (jax.tree.leaves(s.select([row]).layers) for s in (before, state))
                 same = [np.array_equal(a, b) for a, b in zip(old, now, strict=True)]
                 assert all(same), f"the state of inactive row {row} changed"
-                continue
-            runs[row] = case.reference(new[row : row + 1], None if runs[row] is None else runs[row].state)
-            assert_close(f"logits of step {i}, row {row}", out[row], runs[row].logits[0, 0], TOL, WHY)
-            assert_row_state(case, state, row, runs[row], f"after step {i}")
 
 
 # (seed, fields set by hand): between them every uneven case the module's docstring names.
@@ -126,7 +148,7 @@ def test_a_one_token_prompt_matches_the_reference(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 116))
+@pytest.mark.parametrize("seed", range(106, 122))
 def test_more_random_architectures_match_the_reference(seed: int) -> None:
     chunk_size = (5, 16, 64)[seed % 3]
     check_against_reference(Case.of(seed), [70, 1, 33, 0, 64], steps=4, chunk_size=chunk_size)
@@ -135,8 +157,7 @@ def test_more_random_architectures_match_the_reference(seed: int) -> None:
 @pytest.mark.parametrize("seed", [7, 8])
 def test_every_intermediate_matches_the_reference(seed: int) -> None:
     case = Case.of(seed, num_hidden_layers=3)
-    tokens = np.random.default_rng(seed).integers(0, case.config.vocab_size, 20).astype(np.int32)
-    run = case.reference(tokens)
+    tokens, run = case.draw(np.random.default_rng(seed), 20)
     got = jax.jit(lambda p, t: model.capture(p, t, config=case.config))(case.params, tokens[None])
     for name, value in got.items():
         layer, _, tap = name.removeprefix("layers.").partition(".")
@@ -155,13 +176,14 @@ def test_every_intermediate_matches_the_reference(seed: int) -> None:
 
 def test_float_experts_give_the_same_logits_as_the_packed_ones() -> None:
     case = Case.of(9, layer_types=("kda", "mla"), first_k_dense_replace=0)
-    tokens = np.arange(6, dtype=np.int32)[None]
+    tokens, run = case.draw(np.random.default_rng(0), 6)
 
     def decoded(leaf: Any) -> Any:
         return leaf.decode(jnp.float32) if isinstance(leaf, MXFP4) else leaf
 
     floats = jax.tree.map(decoded, case.params, is_leaf=lambda leaf: isinstance(leaf, MXFP4))
-    run = case.reference(tokens[0])
     for params in (case.params, floats):
-        logits, _ = jax.jit(lambda p: model.prefill(p, tokens, config=case.config, chunk_size=16))(params)
+        logits, _ = jax.jit(lambda p: model.prefill(p, tokens[None], config=case.config, chunk_size=16))(
+            params
+        )
         assert_close("logits", logits, run.logits, TOL, WHY)

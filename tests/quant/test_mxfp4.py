@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.tiny_model import bits
 
 from k3jax.quant import CODE_VALUES, MXFP4, decode_scale, dequantize, quantize
+from support.tiny_model import bits
 
 MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 VALUES = np.concatenate([MAGNITUDES, -MAGNITUDES])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,12 @@ def edit_shard(path: Path, change: Callable[[Tensors], Any]) -> None:
     save_file(tensors, path)
 
 
-def retag(path: Path, changes: Mapping[str, str]) -> None:
+def retag(path: Path, names: Iterable[str], dtype: str) -> None:
     """Give tensors of one file another dtype of the same width, bytes unchanged."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
-    for name, dtype in changes.items():
+    for name in names:
         header[PREFIX + name]["dtype"] = dtype
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])

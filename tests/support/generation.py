@@ -36,7 +36,7 @@ def model() -> Any:
 SCRIPT_STEPS = 16
 
 
-class Scripted:
+class _Scripted:
     """A stand-in for ``Model`` whose logits come from a table; no layer runs.
 
     The table travels in ``params``, so that all scripted tests of a batch size share one program.
@@ -53,6 +53,7 @@ class Scripted:
         # Another hash than the real model's: what is compiled for one does not serve the other.
         self.config = dataclasses.replace(real.config, initializer_range=0.5)
         self.tokenizer, self.implementation, self.mesh = real.tokenizer, "xla", None
+        self.scan_layers = real.scan_layers
         padding = [(0, 0), (0, SCRIPT_STEPS - script.shape[1]), (0, 0)]
         self.script = np.pad(script.astype(np.float32), padding, mode="edge")
         self.params: dict[str, Any] = {}
@@ -67,6 +68,11 @@ class Scripted:
         state = k3jax.state.init_state(self.config, len(tokens), max_length, jnp.float32)
         state = dataclasses.replace(state, lengths=jnp.asarray(lengths, jnp.int32))
         return jnp.asarray(self.script[:, 0]), state
+
+
+def scripted(monkeypatch: Any, script: np.ndarray) -> Any:
+    """A stand-in for ``Model`` that emits by ``script``, see :class:`_Scripted`."""
+    return _Scripted(monkeypatch, script)
 
 
 def _scripted_step(params: Any, state: Any, tokens: Any, active: Any, **_: Any) -> Any:

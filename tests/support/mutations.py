@@ -29,14 +29,18 @@ Apply = Callable[[Params, K3Config, pytest.MonkeyPatch], tuple[Params, K3Config]
 # -- functions with a choice in them ----------------------------------------------------
 
 
-def recurrence(error_against: str = "decayed", read: str = "updated") -> Callable[..., Any]:
-    """``recurrent_step`` whose error and read use the named state: undecayed, decayed or updated."""
+def recurrence(order: str = "right") -> Callable[..., Any]:
+    """``recurrent_step`` with its parts in another order."""
 
     def step(S: Any, q: Any, k: Any, v: Any, g: Any, beta: Any) -> tuple[Any, Any]:
-        states = {"undecayed": S, "decayed": S * jnp.exp(g)[:, :, None, :]}
-        error = v - jnp.sum(states[error_against] * k[:, :, None, :], -1)
-        states["updated"] = states["decayed"] + beta[..., None, None] * error[..., None] * k[:, :, None, :]
-        return jnp.sum(states[read] * q[:, :, None, :], -1), states["updated"]
+        factor = jnp.exp(g)[:, :, None, :]
+        base = S if order == "delta before decay" else S * factor
+        against = S if order == "error of the undecayed state" else base
+        u = beta[..., None] * (v - jnp.sum(against * k[:, :, None, :], -1))
+        new = base + u[..., None] * k[:, :, None, :]
+        if order == "delta before decay":
+            new = new * factor
+        return jnp.sum((base if order == "read before update" else new) * q[:, :, None, :], -1), new
 
     return step
 
@@ -64,8 +68,8 @@ def decay(kind: str = "bounded") -> Callable[..., Any]:
         a = jnp.exp(a_log)[:, None]
         z = z.astype(jnp.float32)
         if kind == "per channel":
-            # A_log as long as a head's channels: its stored padding is not there to be misread.
-            a = jnp.exp(jnp.resize(a_log, (k,)))
+            # The stored array, zero padded to twice the heads, repeated to the length of a head.
+            a = jnp.exp(jnp.resize(jnp.pad(a_log, (0, heads)), (k,)))
         if kind in ("softplus", "clamped softplus"):
             g = -a * jax.nn.softplus(z + bias)
             return jnp.maximum(g, bound) if kind == "clamped softplus" else g
@@ -91,7 +95,9 @@ def mla_output(gate: Callable[[Any], Any] = jax.nn.sigmoid) -> Callable[..., Any
 
     def output(p: Any, x: Any, o: Any) -> Any:
         g = gate(linear(x, p["g_proj"]).astype(jnp.float32))
-        return linear((o.reshape(g.shape).astype(x.dtype).astype(jnp.float32) * g).astype(x.dtype), p["o_proj"])
+        return linear(
+            (o.reshape(g.shape).astype(x.dtype).astype(jnp.float32) * g).astype(x.dtype), p["o_proj"]
+        )
 
     return output
 
@@ -187,8 +193,8 @@ def _drop_bias(name: str, leaf: Any) -> Any:
     return jnp.zeros_like(leaf) if name == "e_score_correction_bias" else leaf
 
 
-def _recurrence(**choice: str) -> Apply:
-    step = recurrence(**choice)
+def _recurrence(order: str) -> Apply:
+    step = recurrence(order)
     return patched((kda, "recurrent_step", step), (kda, "chunk_scan", scan_of(step)))
 
 
@@ -211,8 +217,9 @@ MUTATIONS: dict[str, Apply] = {
     "clamp gate": patched((kda, "log_decay", decay("clamped softplus"))),
     "bias after scale": patched((kda, "log_decay", decay("bias after scale"))),
     "A_log per channel": patched((kda, "log_decay", decay("per channel"))),
-    "read before update": _recurrence(read="decayed"),
-    "delta before decay": _recurrence(error_against="undecayed"),
+    "read before update": _recurrence("read before update"),
+    "delta before decay": _recurrence("delta before decay"),
+    "error of the undecayed state": _recurrence("error of the undecayed state"),
     "no q scale": _WITHOUT_SCALE,
     "no l2norm": patched((kda, "l2_norm", lambda x: x.astype(jnp.float32))),
     "silu gate": patched((kda, "_output", kda_output(jax.nn.silu))),
@@ -233,7 +240,7 @@ MUTATIONS: dict[str, Apply] = {
 
 # Each rewritten function with the right choice: the library must still pass.
 CONTROLS: dict[str, Apply] = {
-    "recurrence": _recurrence(),
+    "recurrence": _recurrence("right"),
     "decay": patched((kda, "log_decay", decay())),
     "KDA output": patched((kda, "_output", kda_output())),
     "MLA output": patched((mla, "_output", mla_output())),

@@ -49,13 +49,13 @@ def model(dtype: str | None = "float32") -> Any:
     return k3jax.Model(params_from_tensors(config(), tensors(), dtype), config())
 
 
-def tokens(length: int, batch: int = BATCH, seed: int = 0) -> np.ndarray:
+def tokens(length: int, batch: int = BATCH, seed: int = 4) -> np.ndarray:
     """Random ids int32 [batch, length]."""
     rng = np.random.default_rng([seed, length])
     return rng.integers(0, config().vocab_size, (batch, length)).astype(np.int32)
 
 
-def prefilled(length: int = 5, dtype: str | None = "float32", seed: int = 0) -> Any:
+def prefilled(length: int = 5, dtype: str | None = "float32", seed: int = 4) -> Any:
     """A state of BATCH rows with CAPACITY that holds ``length`` random tokens each."""
     _, state = model(dtype).prefill(tokens(length, seed=seed), max_length=CAPACITY, logits="none")
     return state
