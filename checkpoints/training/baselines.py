@@ -58,7 +58,9 @@ def ngram_bits_per_byte(train: bytes, blocks: list[bytes], context: int = CONTEX
         contexts, where = np.unique(keys >> 8, return_inverse=True)
         totals, kinds = np.bincount(where, weights=counts), np.bincount(where)
         # -1 is no code: the first bytes of a block have no context of this length.
-        wanted = np.concatenate([np.concatenate([np.full(min(order, len(t)), -1), _codes(t, order)]) for t in texts])
+        wanted = np.concatenate(
+            [np.concatenate([np.full(min(order, len(t)), -1), _codes(t, order)]) for t in texts]
+        )
         here = np.where(wanted < 0, -1, wanted >> 8)
         total, kind = _count(contexts, totals, here), _count(contexts, kinds, here)
         mixed = np.maximum(_count(keys, counts, wanted) - discount, 0) + discount * kind * p
@@ -67,7 +69,7 @@ def ngram_bits_per_byte(train: bytes, blocks: list[bytes], context: int = CONTEX
 
 
 def xz_bits_per_byte(train: bytes, blocks: list[bytes]) -> float:
-    """Bits per byte that ``blocks`` add to ``train`` under ``xz -9e``: (xz(train + blocks) - xz(train)) / size."""
+    """Bits per byte that ``blocks`` add under ``xz -9e``: (xz(train + blocks) - xz(train)) / size of blocks."""
     held = b"".join(blocks)
     if not held:
         raise ValueError("blocks: expected at least a byte")

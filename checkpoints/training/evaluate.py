@@ -26,7 +26,9 @@ from .scoring import Score, score
 from .text import Corpus, read_corpus
 
 
-def evaluate(checkpoint: Path, run: Path | None, corpus: Corpus, batch: int, progress: bool) -> dict[str, Any]:
+def evaluate(
+    checkpoint: Path, run: Path | None, corpus: Corpus, batch: int, progress: bool
+) -> dict[str, Any]:
     """Bits per byte of the baselines and the checkpoints, and the shipped one's router use."""
     blocks, known = corpus.held_out(), corpus.not_held_out()
 
@@ -52,16 +54,22 @@ def evaluate(checkpoint: Path, run: Path | None, corpus: Corpus, batch: int, pro
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="k3jax.checkpoints.training.evaluate", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="k3jax.checkpoints.training.evaluate", description="Score the nano checkpoint."
+    )
     parser.add_argument("--checkpoint", default="nano", help="name or folder of the packed checkpoint")
-    parser.add_argument("--run", type=Path, help="folder of the training run: scores its float checkpoint too")
+    parser.add_argument(
+        "--run", type=Path, help="folder of the training run: scores its float checkpoint too"
+    )
     parser.add_argument("--text", type=Path, help="the printed text; default: ask the installed package")
     parser.add_argument("--batch", type=int, default=8, help="windows at a time")
     parser.add_argument("--plot", type=Path, help="draw the run's learning curve there (PNG)")
     given = parser.parse_args(arguments)
     if given.plot is not None and given.run is None:
         parser.error("--plot: expected --run with it, the folder whose curve to draw")
-    numbers = evaluate(resolve(given.checkpoint), given.run, read_corpus(given.text), given.batch, progress=True)
+    numbers = evaluate(
+        resolve(given.checkpoint), given.run, read_corpus(given.text), given.batch, progress=True
+    )
     print(json.dumps(numbers, indent=1))
     if given.plot is not None:
         lines = [json.loads(line) for line in (given.run / CURVE).read_text("utf-8").splitlines()]

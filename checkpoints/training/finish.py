@@ -44,4 +44,4 @@ def _pack(leaf: Any) -> Any:
 
 def write_checkpoint(path: Path, master: Any, config: K3Config, *, packed: bool) -> None:
     """Write ``master`` as a checkpoint in the release's format; see :func:`released_params`."""
-    write_release(path, config, released_params(jax.device_get(master), config, packed=packed))
+    write_release(path, config, released_params(master, config, packed=packed))

@@ -153,7 +153,7 @@ class Run:
 
 
 def _compiled_part(settings: Settings) -> Settings:
-    """The settings with everything that reaches the step as a number set to one value: one program for all."""
+    """The settings that are compiled into a step, the others at their defaults: one program for them all."""
     kept = {name: getattr(settings, name) for name in ("seed", "batch", "length", "clip", "dtype")}
     return Settings(**kept)
 
@@ -173,7 +173,7 @@ def validator(
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     parser = argparse.ArgumentParser(
-        prog="k3jax.checkpoints.training.run", description=__doc__.splitlines()[0]
+        prog="k3jax.checkpoints.training.run", description="Train the nano checkpoint."
     )
     parser.add_argument("--output", type=Path, required=True, help="folder of the run")
     parser.add_argument("--text", type=Path, help="the printed text; default: ask the installed package")

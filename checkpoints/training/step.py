@@ -87,7 +87,7 @@ def bits_of(
 
 
 def is_decayed(path: names.Path_) -> bool:
-    """Whether weight decay applies: to matrices, not to norms, gates' biases, convolutions and AttnRes queries."""
+    """Whether weight decay applies: to matrices, not to norms, biases, convolutions and AttnRes queries."""
     name = str(path[-1])
     return (
         name in _EXPERTS
@@ -180,7 +180,8 @@ def train_step(
         return value - scalars["rate"] * (flat[path] + decay)
 
     params = balance(names.map_leaves(move, state["params"]), load, scalars["bias_rate"])
-    figures = {"bits": bits, "gradient_norm": optax.global_norm(gradients), "load": load}
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients)))
+    figures = {"bits": bits, "gradient_norm": norm, "load": load}
     return {"params": params, "optimiser": moments}, figures
 
 

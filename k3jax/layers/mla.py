@@ -101,6 +101,7 @@ def mla_prefill(
     w_uk, w_uv = _up_projections(p, config)
     position = starts[:, None] + jnp.arange(tokens)  # of each query
 
+    @jax.checkpoint  # a gradient recomputes a block's scores: kept, they would be a T x S array
     def block(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         peak, mass, acc = carry
         rows = lax.dynamic_slice_in_dim(cache, i * CACHE_BLOCK, CACHE_BLOCK, axis=1)

@@ -6,8 +6,10 @@ import pytest
 
 from k3jax import checkpoints
 from k3jax.checkpoints import CheckpointError
+from k3jax.checkpoints.safetensors_file import Reader
+from k3jax.checkpoints.sources import ScaleSource
 from k3jax.quant import MXFP4, dequantize, quantize
-from support.checkpoint_files import assert_same_arrays, retag, small_config, write_small
+from support.checkpoint_files import assert_same_arrays, edit_shard, retag, small_config, write_small
 from support.random_k3 import params_from_tensors
 
 SCALE = "model.layers.1.block_sparse_moe.experts.5.w2.weight_scale"
@@ -74,6 +76,27 @@ def test_qz04_byte_255_is_refused_naming_tensor_and_offset(tmp_path, dtype, code
     with pytest.raises(CheckpointError, match="byte 255 is NaN") as caught:
         load(tmp_path, dtype)
     assert f"{SCALE}, byte {3 * blocks + 1} (row 3, block 1)" in str(caught.value)
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_qz04_a_part_of_a_leaf_is_judged_by_its_own_codes(tmp_path, code):
+    # Block 1 of row 3 of expert 5, read in a box that starts there; every other code is zero (or not).
+    write_block(tmp_path, 1, code)
+    other = 7 - code
+
+    def fill(tensors):
+        codes = tensors["language_model." + CODES]
+        codes[:, :16] = other | other << 4
+
+    edit_shard(tmp_path / "model-00001-of-000001.safetensors", fill)
+    leaf = checkpoints.preflight(tmp_path).leaves["layers", 1, "block_sparse_moe", "experts", "w2"]
+    box = (slice(5, 6), slice(3, 4), slice(1, 2))
+    with Reader() as reader:
+        if code == 0:
+            assert ScaleSource(leaf, "bfloat16").read(reader, box).tolist() == [[[1]]]
+            return
+        with pytest.raises(CheckpointError, match=r"byte 7 \(row 3, block 1\): scale byte 1 scales nonzero"):
+            ScaleSource(leaf, "bfloat16").read(reader, box)
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])

@@ -73,7 +73,7 @@ def test_convert_and_inspect_work_from_the_command_line(checkpoint, tmp_path, ca
             ["generate", "CHECKPOINT", "x", "--implementation", "fast"],
             "implementation: expected one of auto, xla",
         ),
-        (["generate", "CHECKPOINT", "x", "--implementation", "megakernel-interpret"], "megakernel-interpret"),
+        (["generate", "CHECKPOINT", "x", "--implementation", "megakernel"], "megakernel"),
         (["generate", "CHECKPOINT", ""], "prompts: row 0 is empty"),
         (["generate", "CHECKPOINT", "x", "--max-new-tokens", "512"], "max_position_embeddings=512"),
         (["generate", "CHECKPOINT", "x", "--seed", "-1"], "seed: expected"),

@@ -28,8 +28,14 @@ from support.reference_weights import Arch, weight_tree
 
 TOL = 5e-5
 WHY = "float32 against float64 through up to seven layers: below 1e-5 measured"
-NOISE = 1.2e-7  # relative, 2^-23: one unit in the last place of float32
+WEIGHT_NOISE = 1.2e-7  # relative, 2^-23: one unit in the last place of float32
+STATE_NOISE = 1e-6  # relative; float32 states differ by 1e-6 to 3e-6
 NO_TIE = 2e-5  # smallest gap between a chosen and a refused expert; float32 noise is below 5e-6
+
+
+def with_noise(tree: Any, size: float) -> Any:
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: x * (1 + size * rng.standard_normal(x.shape)), tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +56,7 @@ class Case:
 
     @functools.cached_property
     def noisy_weights(self) -> dict[str, Any]:
-        rng = np.random.default_rng(0)
-        return jax.tree.map(lambda w: w * (1 + NOISE * rng.standard_normal(w.shape)), self.weights)
+        return with_noise(self.weights, WEIGHT_NOISE)
 
     def draw(
         self, rng: np.random.Generator, length: int, before: Run | None = None
@@ -60,15 +65,16 @@ class Case:
 
         Refused are near ties between experts, and ill-conditioned tokens (a KDA read that cancels
         to nearly nothing before its norm, say): there the float64 reference itself moves when its
-        weights carry float32 noise.
+        weights and the state it continues carry float32 noise.
         """
         state = None if before is None else before.state
+        noisy_state = with_noise(state, STATE_NOISE)
         for _ in range(50):
             tokens = rng.integers(0, self.config.vocab_size, length).astype(np.int32)
             run = forward(self.weights, self.arch, tokens[None], state)
             if run.smallest_margin(self.arch) < NO_TIE:
                 continue
-            moved = forward(self.noisy_weights, self.arch, tokens[None], state)
+            moved = forward(self.noisy_weights, self.arch, tokens[None], noisy_state)
             if relative_rms(moved.logits, run.logits) < TOL / 5:
                 return tokens, run
         raise AssertionError(f"fifty draws of {length} tokens were all ill-conditioned or close to a tie")

@@ -90,7 +90,7 @@ def test_the_decay_gates_cover_their_range() -> None:
     assert g.min() < -1.0
 
 
-@pytest.mark.parametrize("name", ["megakernel", "megakernel-interpret", "pallas", "pallas-interpret"])
+@pytest.mark.parametrize("name", ["megakernel", "pallas", "pallas-interpret"])
 def test_an_implementation_that_is_not_there_raises_with_the_reason(name: str) -> None:
     model, (ids, config) = drawn(), ([[1, 2]], CONFIG)
     state = model.init_state(1, 16)

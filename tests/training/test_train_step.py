@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,8 +47,10 @@ def test_the_load_counts_every_choice_of_the_counted_tokens(master: dict) -> Non
     params = compute_params(master, CONFIG, False, "float32")
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 256, (2, 20)).astype(np.int32))
     counted = jnp.arange(20) < jnp.array([[5], [20]])
-    seen = k3jax.capture(params, tokens, config=CONFIG)
-    _, load = jax.jit(logits_and_routes, static_argnames="config")(params, tokens, config=CONFIG, counted=counted)
+    seen = jax.jit(k3jax.capture, static_argnames="config")(params, tokens, config=CONFIG)
+    _, load = jax.jit(logits_and_routes, static_argnames="config")(
+        params, tokens, config=CONFIG, counted=counted
+    )
     for row, layer in enumerate((1, 2)):
         ids = np.asarray(seen[f"layers.{layer}.topk_ids"])[np.asarray(counted)]
         np.testing.assert_array_equal(np.asarray(load[row]), np.bincount(ids.ravel(), minlength=8))
@@ -64,7 +68,9 @@ def test_compute_params_have_the_released_dtypes_and_shapes(master: dict) -> Non
 def test_initial_decay_rates_cover_their_range(master: dict) -> None:
     attention = master["layers"][0]["self_attn"]
     heads, k = CONFIG.kda_num_heads, CONFIG.kda_head_dim
-    g = log_decay(jnp.zeros((heads, k)), attention["A_log"], attention["dt_bias"], CONFIG.kda_gate_lower_bound)
+    g = log_decay(
+        jnp.zeros((heads, k)), attention["A_log"], attention["dt_bias"], CONFIG.kda_gate_lower_bound
+    )
     rates = -np.asarray(g)
     assert rates.min() > 0.99 * SLOWEST
     assert rates.max() < 1.01 * FASTEST
@@ -98,7 +104,7 @@ def test_the_rate_warms_up_stays_falls_and_starts_again_for_the_quantised_steps(
     rates = [learning_rate(s, step) for step in range(s.total_steps)]
     assert rates[0] == pytest.approx(s.rate / 10)
     assert rates[9:60] == pytest.approx([s.rate] * 51)
-    assert all(a > b for a, b in zip(rates[60:99], rates[61:100], strict=True))
+    assert all(a > b for a, b in itertools.pairwise(rates[60:100]))
     assert s.rate * 0.1 < rates[99] < s.rate * 0.13
     assert rates[100] == s.quantised_rate
     assert rates[109] == pytest.approx(s.quantised_rate / 10)
@@ -106,7 +112,9 @@ def test_the_rate_warms_up_stays_falls_and_starts_again_for_the_quantised_steps(
 
 
 def test_windows_lie_inside_one_run() -> None:
-    data = windows([np.arange(5, dtype=np.uint16), np.arange(3, dtype=np.uint16), np.arange(4, dtype=np.uint16)], 3)
+    data = windows(
+        [np.arange(5, dtype=np.uint16), np.arange(3, dtype=np.uint16), np.arange(4, dtype=np.uint16)], 3
+    )
     assert data["tokens"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]
     assert data["starts"].tolist() == [0, 1, 8]
 

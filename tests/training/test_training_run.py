@@ -64,7 +64,7 @@ def test_the_curve_has_the_router_s_balance(whole: Run) -> None:
         assert all(1 <= ratio <= 8 / 2 for ratio in line["max_over_mean_load"])
 
 
-class Stop(Exception):
+class StopError(Exception):
     pass
 
 
@@ -72,12 +72,12 @@ def test_a_run_stopped_between_two_saves_goes_on_with_the_same_losses(whole: Run
     def stop_at_the_second_save(master: Any, quantised: bool) -> dict[str, float]:
         calls.append(quantised)
         if len(calls) == 2:
-            raise Stop  # steps 6 to 11 are done and not saved, some of them are in the curve
+            raise StopError  # steps 6 to 11 are done and not saved, some of them are in the curve
         return validate(master, quantised)
 
     calls: list[bool] = []
     first = Run(tmp_path, CONFIG, small_settings(), small_runs(), stop_at_the_second_save)
-    with pytest.raises(Stop):
+    with pytest.raises(StopError):
         first.train(progress=False)
     first.close()
     assert len(bits(first)) > 6
@@ -95,13 +95,14 @@ from pathlib import Path
 from k3jax.checkpoints.training.run import Run
 from support.small_training import small_config, small_runs, small_settings
 
-def kill_at_the_second_save(master, quantised, calls=[]):
+def kill_at_the_third_save(master, quantised, calls=[]):
     calls.append(quantised)
-    if len(calls) == 2:
+    if len(calls) == 3:  # the save before the last is on disk by now; the last may still be on its way
         os.kill(os.getpid(), signal.SIGKILL)
     return {}
 
-Run(Path(FOLDER), small_config(), small_settings(), small_runs(), kill_at_the_second_save).train(progress=False)
+run = Run(Path(FOLDER), small_config(), small_settings(), small_runs(), kill_at_the_third_save)
+run.train(progress=False)
 """
 
 
@@ -110,18 +111,22 @@ def test_a_killed_process_s_run_goes_on_with_the_same_losses(whole: Run, tmp_pat
     path = os.pathsep.join([str(ROOT / ".dev"), str(ROOT / "tests")])
     code = KILLED.replace("FOLDER", repr(str(tmp_path)))
     result = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.returncode == -signal.SIGKILL, result.stderr
     run = Run(tmp_path, CONFIG, small_settings(), small_runs(), validate)
-    assert 0 < run.step < 12
+    assert run.step in (6, 12)
     run.train(progress=False)
     run.close()
     np.testing.assert_allclose(bits(run), bits(whole), rtol=1e-6)
 
 
 def test_a_folder_of_other_settings_is_refused(whole: Run) -> None:
-    with pytest.raises(ValueError, match="settings: .* was begun with others"):
+    with pytest.raises(ValueError, match=r"settings: .* was begun with others"):
         Run(whole.folder, CONFIG, small_settings(rate=0.5), small_runs())
 
 

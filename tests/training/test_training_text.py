@@ -18,7 +18,9 @@ from k3jax.checkpoints.training.text import (
     words,
 )
 
-needs_text = pytest.mark.skipif(not is_installed(), reason=f"needs the Debian packages bible-kjv and {PACKAGE}")
+needs_text = pytest.mark.skipif(
+    not is_installed(), reason=f"needs the Debian packages bible-kjv and {PACKAGE}"
+)
 
 
 def numbered_corpus(blocks: int) -> Corpus:
@@ -45,7 +47,8 @@ def test_no_place_is_in_two_parts_of_the_split_and_none_is_lost() -> None:
     runs = [run[run != END_OF_TEXT].astype(np.uint8) for run in corpus.training_runs()]
     trained = set(np.frombuffer(b"".join(run.tobytes() for run in runs), ">u4").tolist())
     known = set(np.frombuffer(corpus.not_held_out(), ">u4").tolist())
-    assert not (held & chosen or held & trained or chosen & trained or held & known)
+    pairs = [(held, chosen), (held, trained), (chosen, trained), (held, known)]
+    assert all(a.isdisjoint(b) for a, b in pairs)
     assert held | chosen | trained == set(range(83 * BLOCK_BYTES // 4))
     assert known == trained | chosen
     assert (len(corpus.held_out()), len(corpus.validation())) == (4, 2)
