@@ -37,7 +37,7 @@ help:
 
 demo: $(STAMP)
 	@start=$$SECONDS; \
-	$(BIN)/k3jax generate nano "$(PROMPT)" --max-new-tokens 120; \
+	$(BIN)/k3jax generate nano "$(PROMPT)" --max-new-tokens 300 --temperature 0.8 --seed 1; \
 	echo "== demo $$((SECONDS - start)) s" >&2
 
 test:
@@ -70,6 +70,7 @@ types: $(STAMP)
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
 notebooks: $(STAMP)
+	@mkdir -p "$(IPYTHONDIR)" "$(MPLCONFIGDIR)"
 	@if compgen -G "notebooks/*.ipynb" >/dev/null; then $(PYTEST) --nbmake notebooks --durations=5; \
 	else echo "no notebooks"; fi
 

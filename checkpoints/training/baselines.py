@@ -69,7 +69,7 @@ def ngram_bits_per_byte(train: bytes, blocks: list[bytes], context: int = CONTEX
 
 
 def xz_bits_per_byte(train: bytes, blocks: list[bytes]) -> float:
-    """Bits per byte that ``blocks`` add under ``xz -9e``: (xz(train + blocks) - xz(train)) / size of blocks."""
+    """Bits per byte that ``blocks`` add to ``train``: (xz(train + blocks) - xz(train)) / size, ``xz -9e``."""
     held = b"".join(blocks)
     if not held:
         raise ValueError("blocks: expected at least a byte")
