@@ -18,6 +18,7 @@ _SAME = (
     "moe_router_activation_func", "topk_method", "latent_moe_use_norm", "mla_use_nope",
     "mla_use_output_gate", "tie_word_embeddings", "moe_layer_freq", "num_expert_group", "topk_group",
 )  # fmt: skip
+_MODEL_TYPES = ("kimi_k3", "kimi_linear")
 # Both spellings are in use for the number of chosen experts.
 _TOP_K_KEYS = ("num_experts_per_token", "num_experts_per_tok")
 _LINEAR = {
@@ -57,6 +58,8 @@ def _pow2_at_least(n: int) -> int:
 
 def read(tree: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """Fields of K3Config from a parsed config.json."""
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"{where}: expected a JSON object, got {type(tree).__name__}")
     text = tree.get("text_config", tree)
     if not isinstance(text, Mapping):
         raise ValueError(f"{where}: text_config: expected an object, got {type(text).__name__}")
@@ -72,7 +75,10 @@ def read(tree: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     ]
     if missing:
         raise ValueError(f"{where}: missing structural keys, none has a default: {', '.join(missing)}")
-    _refuse_contradictions(text, where)
+    for key in ("vocab_size", "num_hidden_layers"):
+        _positive_integer(text[key], f"{where}: {key}")
+    _positive_integer(linear["num_heads"], f"{where}: linear_attn_config.num_heads")
+    _refuse_contradictions(tree, text, where)
 
     fields: dict[str, Any] = {k: text[k] for k in _SAME}
     fields |= {k: text[k] for k in _OPTIONAL if text.get(k) is not None}
@@ -82,7 +88,7 @@ def read(tree: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     fields["kda_a_log_size"] = linear.get("a_log_size", _pow2_at_least(linear["num_heads"]))
     fields["layer_types"] = _layer_types(text["num_hidden_layers"], linear, where)
     for name in ("bos_token_id", "pad_token_id", "eos_token_id"):
-        fields[name] = _token_id(tree, text, name)
+        fields[name] = _token_id(tree, text, name, where)
 
     known = (
         _INERT
@@ -97,11 +103,27 @@ def read(tree: Mapping[str, Any], *, where: str) -> dict[str, Any]:
         ignored += [k for k in tree if k not in _INERT]
     known_linear = {*_LINEAR, *_LINEAR_OPTIONAL, "kda_layers", "full_attn_layers"}
     ignored += [f"linear_attn_config.{k}" for k in linear if k not in known_linear]
+    # Inert while empty: this model has no position encoding to scale.
+    ignored += [k for k in ("rope_scaling",) if text.get(k) is not None]
     fields["ignored_keys"] = tuple(sorted(set(ignored)))
     return fields
 
 
-def _refuse_contradictions(text: Mapping[str, Any], where: str) -> None:
+def _positive_integer(value: Any, what: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{what}: expected a positive integer, got {value!r}")
+
+
+def _refuse_contradictions(tree: Mapping[str, Any], text: Mapping[str, Any], where: str) -> None:
+    for part in (tree, text):
+        kind = part.get("model_type")
+        if kind is not None and kind not in _MODEL_TYPES:
+            raise ValueError(f"{where}: model_type: expected one of {', '.join(_MODEL_TYPES)}, got {kind!r}")
+    if tree.get("tie_word_embeddings", text["tie_word_embeddings"]) != text["tie_word_embeddings"]:
+        raise ValueError(
+            f"{where}: tie_word_embeddings: {tree['tie_word_embeddings']!r} at the top level and "
+            f"{text['tie_word_embeddings']!r} in text_config"
+        )
     if text["num_key_value_heads"] != text["num_attention_heads"]:
         raise ValueError(
             f"{where}: num_key_value_heads: expected num_attention_heads="
@@ -114,7 +136,13 @@ def _refuse_contradictions(text: Mapping[str, Any], where: str) -> None:
 
 def _layer_types(depth: int, linear: Mapping[str, Any], where: str) -> tuple[str, ...]:
     """The two 1-based lists of layers, as one 0-based tuple of kinds."""
-    kda, mla = list(linear["kda_layers"]), list(linear["full_attn_layers"])
+    kda, mla = linear["kda_layers"], linear["full_attn_layers"]
+    for name, layers in (("kda_layers", kda), ("full_attn_layers", mla)):
+        if not isinstance(layers, (list, tuple)) or any(type(i) is not int for i in layers):
+            raise ValueError(
+                f"{where}: linear_attn_config.{name}: expected a list of integers, got {layers!r}"
+            )
+    kda, mla = list(kda), list(mla)
     if sorted(kda + mla) != list(range(1, depth + 1)):
         raise ValueError(
             f"{where}: linear_attn_config.kda_layers and full_attn_layers: expected every layer "
@@ -123,14 +151,21 @@ def _layer_types(depth: int, linear: Mapping[str, Any], where: str) -> tuple[str
     return tuple("kda" if layer in set(kda) else "mla" for layer in range(1, depth + 1))
 
 
-def _token_id(tree: Mapping[str, Any], text: Mapping[str, Any], name: str) -> int | None:
-    """The top level's id if it is inside the vocabulary, else the text config's, else None."""
+def _token_id(
+    tree: Mapping[str, Any], text: Mapping[str, Any], name: str, where: str
+) -> int | tuple[int, ...] | None:
+    """The top level's ids that are inside the vocabulary, else the text config's, else None."""
     for source in (tree, text):
         value = source.get(name)
-        if isinstance(value, (list, tuple)):
-            value = value[0] if value else None
-        if isinstance(value, int) and 0 <= value < text["vocab_size"]:
-            return value
+        ids: list[Any] = [] if value is None else [value]
+        if isinstance(value, (list, tuple)) and name == "eos_token_id":
+            ids = list(value)
+        if wrong := [i for i in ids if type(i) is not int]:
+            more = " or a list of them" if name == "eos_token_id" else ""
+            raise ValueError(f"{where}: {name}: expected a token id{more}, got {wrong[0]!r}")
+        inside = [i for i in ids if 0 <= i < text["vocab_size"]]
+        if inside:
+            return tuple(inside) if len(inside) > 1 else inside[0]
     return None
 
 
@@ -144,6 +179,8 @@ def write(c: K3Config) -> dict[str, Any]:
     if c.kda_a_log_size != _pow2_at_least(c.kda_num_heads):
         linear["a_log_size"] = c.kda_a_log_size
     ids = {k: getattr(c, k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if isinstance(c.eos_token_id, tuple):
+        ids["eos_token_id"] = list(c.eos_token_id)
     text: dict[str, Any] = {
         "architectures": ["KimiLinearForCausalLM"],
         "model_type": "kimi_linear",

@@ -65,7 +65,7 @@ class Model:
         config: the architecture.
         tokenizer: text to ids and back.
         mesh: the device mesh the parameters are sharded over, or None.
-        implementation: how decode steps run, "xla".
+        implementation: how decode steps run, see :mod:`k3jax.implementations`.
         scan_layers: whether compiled steps loop over the layers (deep, small models).
     """
 
@@ -151,9 +151,10 @@ class Model:
         batch, length = ids.shape
         if batch < 1:
             raise ValueError("tokens: expected at least one row, got none")
-        counts = np.full(batch, length, np.int32) if lengths is None else _integers(lengths, "lengths", 1)
+        counts = np.full(batch, length) if lengths is None else _integers(lengths, "lengths", 1)
         if counts.shape != (batch,) or ((counts < 0) | (counts > length)).any():
             raise ValueError(f"lengths: expected {batch} integers in 0..{length}, got {counts.tolist()}")
+        counts = counts.astype(np.int64)  # an unsigned difference would wrap around
         real = np.arange(length) < counts[:, None]
         _check_ids(np.where(real, ids, 0), self.config)
         if state is None:
@@ -268,7 +269,7 @@ def load(
         path_or_name: for example "nano".
         dtype: None keeps the released dtypes; "float32" computes everything in float32.
         mesh: shard the parameters over these devices, see :mod:`k3jax.axes`.
-        implementation: "auto" or "xla".
+        implementation: "auto", "xla" or "megakernel-interpret".
         progress: show progress, time and peak host memory on stderr.
 
     Raises:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -100,8 +101,8 @@ class K3Config:
     latent_norm_eps: float = 1e-6
     """Epsilon of q_a_layernorm and kv_a_layernorm: a class default of the released code."""
     bos_token_id: int | None = None
-    eos_token_id: int | None = None
-    """Stop token: the top level's if inside the vocabulary, else the text config's, else None."""
+    eos_token_id: int | tuple[int, ...] | None = None
+    """Stop token or tokens: the top level's inside the vocabulary, else the text config's, else None."""
     pad_token_id: int | None = None
     initializer_range: float = 0.02
 
@@ -127,6 +128,7 @@ class K3Config:
             value = getattr(self, name)
             if value != only:
                 raise ValueError(f"K3Config.{name}: only {only!r} is implemented, got {value!r}")
+        object.__setattr__(self, "layer_types", tuple(self.layer_types))
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"K3Config.layer_types: expected num_hidden_layers={self.num_hidden_layers} entries, "
@@ -167,6 +169,15 @@ class K3Config:
                 "K3Config.kda_gate_lower_bound: expected a number in (-87, 0); an unbounded "
                 f"(softplus) gate is another model and not implemented, got {bound!r}"
             )
+        if isinstance(self.eos_token_id, list):
+            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(self, name)
+            for token in value if isinstance(value, tuple) and name == "eos_token_id" else (value,):
+                if token is not None and (type(token) is not int or not 0 <= token < self.vocab_size):
+                    raise ValueError(
+                        f"K3Config.{name}: expected an id in 0..{self.vocab_size - 1} or None, got {token!r}"
+                    )
         for name in ("routed_expert_hidden_size", "moe_intermediate_size"):
             if getattr(self, name) % 32:
                 raise ValueError(
@@ -194,8 +205,8 @@ class K3Config:
             return cls(**_hf_config.RELEASE)
         if name == "k3-slice":
             release = cls(**_hf_config.RELEASE)
-            layers = 4 if num_layers is None else num_layers
-            experts = release.num_experts if num_experts is None else num_experts
+            layers = _integer("num_layers", 4 if num_layers is None else num_layers)
+            experts = _integer("num_experts", release.num_experts if num_experts is None else num_experts)
             if not 1 <= layers <= release.num_hidden_layers:
                 raise ValueError(f"num_layers: expected 1..{release.num_hidden_layers}, got {layers}")
             if not release.num_experts_per_token <= experts <= release.num_experts:
@@ -230,6 +241,8 @@ class K3Config:
             raise FileNotFoundError(f"no config.json at {file}")
         try:
             tree = json.loads(file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}: not UTF-8 text: {error}") from error
         except json.JSONDecodeError as error:
             raise ValueError(f"{file}: not valid JSON: {error}") from error
         return cls.from_hf_dict(tree, where=str(file))
@@ -252,6 +265,12 @@ class K3Config:
     def starts_block(self, layer: int) -> bool:
         """Whether an AttnRes block starts at ``layer``: the running sum is snapshot there."""
         return layer % self.attn_res_block_size == 0
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The stop tokens of ``eos_token_id``, none, one or several."""
+        eos = self.eos_token_id
+        return eos if isinstance(eos, tuple) else () if eos is None else (eos,)
 
     @property
     def num_moe_layers(self) -> int:
@@ -323,6 +342,12 @@ class K3Config:
                 ``E * (1 - (1 - A / E) ** batch)``.
         """
         return step_bytes(self, batch, length, distinct_experts)
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError(f"{name}: expected an integer, got {value!r}")
+    return operator.index(value)
 
 
 _POSITIVE = (

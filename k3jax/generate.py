@@ -174,7 +174,7 @@ def _padding_token(config: K3Config, tokenizer: Tokenizer) -> int | None:
 
 def _stop_tokens(row: int, sampling: Sampling, config: K3Config, pad: int | None) -> frozenset[int]:
     if sampling.stop_tokens is None:
-        return frozenset(t for t in (config.eos_token_id, pad) if t is not None)
+        return frozenset(config.stop_token_ids if pad is None else (*config.stop_token_ids, pad))
     if bad := [t for t in sampling.stop_tokens if t >= config.vocab_size]:
         raise ValueError(
             f"sampling: row {row}: stop_tokens: expected ids in 0..{config.vocab_size - 1}, got {bad}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-AVAILABLE = ("xla",)
+AVAILABLE = ("xla", "megakernel-interpret")
 KNOWN = ("auto", "xla", "pallas", "pallas-interpret", "megakernel", "megakernel-interpret")
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -34,7 +35,15 @@ from .layers.mla import mla_prefill, mla_step
 from .layers.moe import latent_moe
 from .layers.norm import rms_norm
 from .nnx_model import abstract_params, param_axes
-from .state import CACHE_BLOCK, STATUS_BAD_TOKEN, STATUS_FULL, State, default_max_length, init_state
+from .state import (
+    CACHE_BLOCK,
+    STATUS_BAD_TOKEN,
+    STATUS_FULL,
+    State,
+    check_state,
+    default_max_length,
+    init_state,
+)
 
 Params = Mapping[str, Any]
 LogitsMode = Literal["all", "last", "none"] | None
@@ -187,7 +196,8 @@ def decode_step(
         state: of B rows. Donate it under your own jit to update it in place.
         tokens: integer [B].
         active: bool [B]; a row that is not active keeps its state bit for bit. Default all.
-        implementation: "auto" or "xla".
+        implementation: "auto", "xla", or "megakernel-interpret": the CPU interpreter of the
+            megakernel's schedule, for 1..8 rows; it knows no scan_layers and no tap.
         scan_layers: loop over the repeating layers: compiles faster, runs slower.
         tap: see :func:`capture`.
 
@@ -201,8 +211,13 @@ def decode_step(
     """
     resolve(implementation)
     state.ensure_usable()
+    check_state(config, state, params["embed_tokens"].dtype)
     tokens = _int32(tokens, "tokens", (state.batch,))
     live = jnp.ones((state.batch,), bool) if active is None else _mask(active, state.batch)
+    if implementation == "megakernel-interpret":
+        from .custom_calls.decode_megakernel import interpreter  # only where it is asked for
+
+        return interpreter.decode_step(params, state, tokens, live, config, tap)
     full = state.lengths >= state.max_length
     bad = (tokens < 0) | (tokens >= config.vocab_size)
     run = live & ~full & ~bad
@@ -279,6 +294,7 @@ def prefill_chunk(
         last: [B, D], the hidden states so far; a row with tokens here replaces its own.
         num_blocks: None stops at the longest row; a number is differentiable.
     """
+    check_state(config, state, params["embed_tokens"].dtype)
     if num_blocks is None:
         needed = jnp.max(state.lengths + counts, initial=0)
         blocks: int | jax.Array = (needed + CACHE_BLOCK - 1) // CACHE_BLOCK
@@ -351,6 +367,7 @@ def prefill(
         raise ValueError(f"tokens: expected {state.batch} rows, as the state has, got {batch}")
     else:
         state.ensure_usable()
+        check_state(config, state, dtype)
 
     full, bad = _refused_rows(tokens, lengths, state, config)
     run = jnp.where(full | bad, 0, lengths)
@@ -431,18 +448,31 @@ def capture(
     ``final_norm`` and ``logits``.
 
     Args:
-        tokens: integer [B, T], in one pass.
+        tokens: integer [B, T], T in 1..max_position_embeddings, in one pass.
+
+    Raises:
+        ValueError: a length out of range, or an id outside 0..vocab_size-1 (under a jit, where ids
+            are not known, the row's logits are NaN instead).
     """
     tokens = _int32(tokens, "tokens", (None, None))
     batch, length = tokens.shape
+    if batch < 1 or not 1 <= length <= config.max_position_embeddings:
+        raise ValueError(
+            f"tokens: expected at least one row of 1..{config.max_position_embeddings} tokens, "
+            f"got shape {[batch, length]}"
+        )
+    wrong = (tokens < 0) | (tokens >= config.vocab_size)
+    if not isinstance(tokens, jax.core.Tracer) and bool(wrong.any()):
+        raise ValueError(f"tokens: expected ids in 0..{config.vocab_size - 1}, got {int(tokens[wrong][0])}")
     seen: dict[str, jax.Array] = {}
-    state = init_state(
-        config, batch, min(max(length, 1), config.max_position_embeddings), params["embed_tokens"].dtype
-    )
+    state = init_state(config, batch, length, params["embed_tokens"].dtype)
     counts = jnp.full((batch,), length, jnp.int32)
-    blocks = -(-length // CACHE_BLOCK)
-    x, _ = forward(params, tokens, state, counts, config=config, num_blocks=blocks, tap=seen.__setitem__)
-    return {**seen, "logits": lm_head(params, x)}
+    x, _ = forward(
+        params, jnp.where(wrong, 0, tokens), state, counts,
+        config=config, num_blocks=-(-length // CACHE_BLOCK), tap=seen.__setitem__,
+    )  # fmt: skip
+    lost = wrong.any(axis=1)[:, None, None]
+    return {**seen, "logits": jnp.where(lost, jnp.nan, lm_head(params, x))}
 
 
 # -- arguments --------------------------------------------------------------------------
@@ -450,6 +480,8 @@ def capture(
 
 def _int32(value: Any, name: str, shape: tuple[int | None, ...]) -> jax.Array:
     """``value`` as int32 [shape]; None in the expected shape is any size."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+        value = jnp.asarray(value)  # also a list of traced numbers, as jit makes of a list
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     if array.size == 0 and not isinstance(value, (jax.Array, np.ndarray)):
         array = array.astype(np.int32)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from .axes import param_shardings
 from .config import K3Config
 from .nnx_model import abstract_params
+from .sampling import seed_data
 
 # Root mean square of the sixteen E2M1 codes, for choosing scale bytes.
 _CODE_RMS = math.sqrt(68.5 / 8)
@@ -30,7 +31,7 @@ def random_params(config: K3Config, seed: int = 0, dtype: str | None = None, mes
     cover their range from near 1 to the floor; experts are uniform random MXFP4 codes.
 
     Args:
-        seed: the same seed gives the same weights on any mesh.
+        seed: 0..2**64-1; the same seed gives the same weights on any mesh.
         dtype: None for the released dtypes, "float32" for float32 everywhere but packed bytes.
     """
     shapes = abstract_params(config, dtype)
@@ -38,10 +39,11 @@ def random_params(config: K3Config, seed: int = 0, dtype: str | None = None, mes
     flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     targets = [None] * len(flat) if shardings is None else jax.tree.leaves(shardings)
     leaves = []
+    root = jax.random.wrap_key_data(seed_data(seed, 1)[0], impl="threefry2x32")
     for (path, leaf), sharding in zip(flat, targets, strict=True):
         names = [_key(k) for k in path]
         # A name's own stream: independent of which other parameters there are.
-        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32("/".join(names).encode()))
+        key = jax.random.fold_in(root, zlib.crc32("/".join(names).encode()))
         make = _maker(_kind(names), leaf.shape, jnp.dtype(leaf.dtype).name, sharding)
         leaves.append(make(key))
     return jax.tree.unflatten(treedef, leaves)

@@ -53,7 +53,7 @@ def _is_consumed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class State:
     """State of B rows; a pytree whose arrays may be donated.
 
@@ -76,6 +76,11 @@ class State:
     def batch(self) -> int:
         return self.lengths.shape[0]
 
+    def __repr__(self) -> str:
+        if _is_consumed(self.lengths):
+            return f"State(consumed, max_length={self.max_length})"
+        return f"State(lengths={self.lengths}, max_length={self.max_length}, {len(self.layers)} layers)"
+
     def ensure_usable(self) -> None:
         """Raise ConsumedStateError if a step has taken this state's buffers."""
         if any(_is_consumed(leaf) for leaf in (self.lengths, *self._layer_leaves())):
@@ -93,11 +98,12 @@ class State:
         Raises:
             IndexError: a row that does not exist.
             TypeError: not integers.
+            ValueError: no rows.
         """
         self.ensure_usable()
         index = np.asarray(rows)
         if index.size == 0:
-            index = index.astype(np.int32)
+            raise ValueError("rows: expected at least one row, got none")
         if index.ndim != 1 or not np.issubdtype(index.dtype, np.integer):
             raise TypeError(f"rows: expected a sequence of integers, got {rows!r}")
         if ((index < 0) | (index >= self.batch)).any():
@@ -111,12 +117,16 @@ class State:
         Raises:
             ValueError: n < 1.
         """
-        if n < 1:
-            raise ValueError(f"n: expected at least 1, got {n}")
+        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
+            raise ValueError(f"n: expected an integer of at least 1, got {n!r}")
         return self.select(np.repeat(np.arange(self.batch), n))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state to ``path``, one file (safetensors); read it with :meth:`restore`."""
+        """Write the state to ``path``, one file (safetensors); read it with :meth:`restore`.
+
+        Raises:
+            FileNotFoundError: there is no folder for it; IsADirectoryError: ``path`` is a folder.
+        """
         from safetensors.numpy import save_file
 
         self.ensure_usable()
@@ -127,6 +137,10 @@ class State:
             "layers": json.dumps(len(self.layers)),
         }
         target = Path(path)
+        if target.is_dir():
+            raise IsADirectoryError(f"path: expected a file, got the folder {target}")
+        if not target.parent.is_dir():
+            raise FileNotFoundError(f"path: there is no folder {target.parent}")
         partial = target.with_name(target.name + ".partial")
         save_file(tensors, partial, metadata=meta)
         os.replace(partial, target)
@@ -149,7 +163,7 @@ class State:
             raise ValueError(f"{os.fspath(path)}: expected a file written by State.save: {error}") from error
         with opened as file:
             meta = file.metadata() or {}
-            if meta.get("format") != "k3jax.State":
+            if meta.get("format") != "k3jax.State" or not {"layers", "max_length"} <= set(meta):
                 raise ValueError(f"{os.fspath(path)}: expected a file written by State.save")
             layers: list[dict[str, jax.Array]] = [{} for _ in range(int(meta["layers"]))]
             top: dict[str, jax.Array] = {}
@@ -248,6 +262,33 @@ def init_state(config: K3Config, batch: int, max_length: int, dtype: Any = jnp.b
     )
 
 
+def check_state(config: K3Config, state: State, dtype: Any) -> None:
+    """Raise unless ``state`` is one of the model's: its layers, shapes and dtypes.
+
+    Args:
+        dtype: the model's compute dtype.
+
+    Raises:
+        ValueError: names the array, what was expected and what came.
+    """
+    want = abstract_state(config, state.batch, state.max_length, dtype)
+    if state.batch < 1 or len(state.layers) != len(want.layers):
+        raise ValueError(
+            f"state: expected at least one row and {len(want.layers)} layers, "
+            f"got {state.batch} rows and {len(state.layers)} layers"
+        )
+    for i, (have, expected) in enumerate(zip(state.layers, want.layers, strict=True)):
+        if set(have) != set(expected):
+            raise ValueError(f"state: layer {i}: expected {sorted(expected)}, got {sorted(have)}")
+        for name, leaf in expected.items():
+            array = have[name]
+            if array.shape != leaf.shape or array.dtype != leaf.dtype:
+                raise ValueError(
+                    f"state: layer {i}, {name}: expected {leaf.dtype} {list(leaf.shape)}, as this model "
+                    f"has it, got {array.dtype} {list(array.shape)}"
+                )
+
+
 def state_axes(config: K3Config, max_length: int) -> State:
     """Logical axis names of every state array, see :mod:`k3jax.axes`."""
 
@@ -280,5 +321,6 @@ def check(state: State) -> None:
 
 __all__ = [
     "STATUS_BAD_TOKEN", "STATUS_FULL", "ConsumedStateError", "State", "StateError", "abstract_state",
-    "cache_rows", "check", "check_max_length", "default_max_length", "init_state", "state_axes",
+    "cache_rows", "check", "check_max_length", "check_state", "default_max_length", "init_state",
+    "state_axes",
 ]  # fmt: skip

@@ -283,8 +283,7 @@ def load_tokenizer(path: str | os.PathLike[str], config: K3Config) -> ByteTokeni
         raise FileNotFoundError(
             f"no tiktoken.model in {directory}, although {', '.join(others)} says that it has a tokenizer"
         )
-    stop = () if config.eos_token_id is None else (config.eos_token_id,)
-    return ByteTokenizer(config.vocab_size, stop)
+    return ByteTokenizer(config.vocab_size, config.stop_token_ids)
 
 
 __all__ = [

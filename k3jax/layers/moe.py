@@ -57,6 +57,8 @@ def route(
     if ids is None:
         ids = select_experts(score, p["e_score_correction_bias"], config)
     weight = jnp.take_along_axis(score, ids, axis=-1)
+    # top_k may rank a NaN last, by its sign bit: a row with one is lost, whichever ids it chose.
+    weight = jnp.where(jnp.isnan(score).any(axis=-1, keepdims=True), jnp.nan, weight)
     if config.moe_renormalize:
         weight = weight / (jnp.sum(weight, axis=-1, keepdims=True) + 1e-20)
     return ids, weight * config.routed_scaling_factor

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from k3jax import K3Config
+from k3jax import K3Config, _hf_config
 from support.random_k3 import random_config
 
 
@@ -155,17 +155,72 @@ def test_two_spellings_that_disagree_are_refused() -> None:
         (163840, 163840, None),
         (None, None, None),
         (163840, None, None),
+        ([163586, 5], 2, (163586, 5)),
+        ([163840, 5], 2, 5),
+        ([163840], [7, 8], (7, 8)),
     ],
 )
 def test_eos_is_the_top_level_id_if_in_the_vocabulary_else_the_text_configs_else_none(
-    top: int | None, text: int | None, expected: int | None
+    top: int | list[int] | None, text: int | list[int] | None, expected: int | tuple[int, ...] | None
 ) -> None:
     tree = release_tree()
     for part, value in ((tree, top), (tree["text_config"], text)):
         part.pop("eos_token_id")
         if value is not None:
             part["eos_token_id"] = value
-    assert K3Config.from_hf_dict(tree).eos_token_id == expected
+    config = K3Config.from_hf_dict(tree)
+    assert config.eos_token_id == expected
+    listed = expected if isinstance(expected, tuple) else () if expected is None else (expected,)
+    assert config.stop_token_ids == listed
+    assert K3Config.from_hf_dict(config.to_hf_dict()) == config
+
+
+@pytest.mark.parametrize("value", ["5", 5.0, True, [5, "6"]])
+def test_an_eos_that_is_no_token_id_is_refused(value: Any) -> None:
+    tree = release_tree()
+    tree["eos_token_id"] = value
+    with pytest.raises(ValueError, match="eos_token_id: expected a token id"):
+        K3Config.from_hf_dict(tree)
+
+
+@pytest.mark.parametrize("tree", [[], None, 5, "text"])
+def test_a_config_that_is_no_object_is_refused(tree: Any) -> None:
+    with pytest.raises(ValueError, match="expected a JSON object"):
+        _hf_config.read(tree, where="config.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("vocab_size",), "32"),
+        (("num_hidden_layers",), None),
+        (("linear_attn_config", "num_heads"), "96"),
+        (("linear_attn_config", "kda_layers"), None),
+        (("linear_attn_config", "full_attn_layers"), ["1"]),
+        (("model_type",), "llama"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_by_its_key(path: tuple[str, ...], value: Any) -> None:
+    tree = release_tree()
+    part = tree["text_config"]
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    with pytest.raises(ValueError, match=path[-1]):
+        K3Config.from_hf_dict(tree)
+
+
+def test_a_top_level_that_ties_the_embeddings_contradicts_the_text_config() -> None:
+    tree = release_tree()
+    tree["tie_word_embeddings"] = True
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        K3Config.from_hf_dict(tree)
+
+
+def test_a_position_scaling_is_listed_as_ignored() -> None:
+    tree = release_tree()
+    tree["text_config"]["rope_scaling"] = {"factor": 4.0}
+    assert "rope_scaling" in K3Config.from_hf_dict(tree).ignored_keys
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from k3jax.layers import moe
 from k3jax.layers.moe import latent_moe, route, router_logits, select_experts
 from support.jaxpr_walk import trace
 from support.random_k3 import random_config
@@ -188,3 +189,15 @@ def test_forced_ids_keep_their_own_weights() -> None:
     np.testing.assert_array_equal(np.asarray(ids), forced)
     picked = np.take_along_axis(sigmoid(logits.astype(np.float64)), forced, -1)
     np.testing.assert_allclose(np.asarray(weights), picked / picked.sum(-1, keepdims=True), rtol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [0xFFC00000, 0x7FC00000])
+def test_one_nan_logit_loses_its_row_whatever_its_sign(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RT-06: top_k ranks a NaN first or last by its sign bit; the row must not pass as routed."""
+    logits = np.random.default_rng(6).standard_normal((2, 9)).astype(np.float32)
+    logits[1, 0] = np.array([bits], np.uint32).view(np.float32)[0]
+    monkeypatch.setattr(moe, "router_logits", lambda p, x: jnp.asarray(logits))
+    p, x = with_logits(np.zeros((2, 9)))
+    _, weights = route(p, x, config_of(9, 2))
+    assert np.isnan(np.asarray(weights)[1]).all()
+    assert np.isfinite(np.asarray(weights)[0]).all()

@@ -81,6 +81,17 @@ def test_ragged_rows_equal_the_rows_alone_and_have_zero_logits_past_their_length
         assert_row_bit_equal(state, row, alone_state)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint64, np.int64, jnp.uint8])
+def test_lengths_of_any_integer_type_mean_the_same(dtype: Any) -> None:
+    """A pass starts at 64: an unsigned difference with a shorter row would wrap around."""
+    ids = tokens(70)
+    want, want_state = M.prefill(ids, [10, 70, 66], max_length=CAPACITY)
+    got, got_state = M.prefill(ids, np.array([10, 70, 66]).astype(dtype), max_length=CAPACITY)
+    assert got_state.lengths.tolist() == [10, 70, 66]
+    assert bits(got) == bits(want)
+    assert_bit_equal(got_state, want_state)
+
+
 def test_a_row_of_length_zero_keeps_its_state_bit_for_bit() -> None:
     state = prefilled()
     every, after = M.prefill(tokens(70), lengths=[0, 70, 3], state=state)
