@@ -24,6 +24,7 @@ from k3jax.quant import MXFP4
 from . import names
 from .errors import CheckpointError
 from .load_report import Stopwatch, peak_host_bytes
+from .locate import resolve, shipped_names
 from .manifest import (
     MANIFEST,
     PIECES,
@@ -69,9 +70,9 @@ def convert(src: str | os.PathLike[str], dst: str | os.PathLike[str], progress: 
     is the same as without the interruption.
 
     Args:
-        src: directory in release format.
+        src: directory in release format, or the name of a checkpoint that ships.
         dst: directory to make, or one that this function began to fill from the same source.
-        progress: bytes, GB/s and time left on stderr.
+        progress: a bar on stderr where that is a terminal, and the report at the end.
 
     Raises:
         CheckpointError: a fault of the source; ``dst`` holds something else, or another source's.
@@ -79,9 +80,7 @@ def convert(src: str | os.PathLike[str], dst: str | os.PathLike[str], progress: 
     """
     from .orbax_store import Store  # imports Orbax, which takes longer than all else together
 
-    source, folder = Path(src), Path(dst)
-    if not is_release_dir(source):
-        raise FileNotFoundError(f"src: expected a directory in the release's format, got {source}")
+    source, folder = _source(src), Path(dst)
     watch = Stopwatch()
     plan = preflight(source)
     _claim(folder)
@@ -91,7 +90,9 @@ def convert(src: str | os.PathLike[str], dst: str | os.PathLike[str], progress: 
             store.discard_unfinished()
             todo = [piece for piece in manifest.pieces if not store.is_saved(piece)]
             total = sum(_nbytes(manifest.pieces[piece]) for piece in todo)
-            with tqdm(total=total, unit="B", unit_scale=True, desc="convert", disable=not progress) as bar:
+            with tqdm(
+                total=total, unit="B", unit_scale=True, desc="convert", disable=None if progress else True
+            ) as bar:
                 for piece in todo:
                     leaves = manifest.pieces[piece]
                     store.save(piece, {path: _read(plan.leaves[path], reader) for path in leaves})
@@ -104,6 +105,20 @@ def convert(src: str | os.PathLike[str], dst: str | os.PathLike[str], progress: 
     if progress:
         print(report, file=sys.stderr)
     return report
+
+
+def _source(src: str | os.PathLike[str]) -> Path:
+    expected = (
+        f"src: expected a directory in the release's format or a name that ships "
+        f"({', '.join(shipped_names()) or 'none in this installation'}), got {os.fspath(src)!r}"
+    )
+    try:
+        found = resolve(src)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(expected) from error
+    if not is_release_dir(found):
+        raise FileNotFoundError(f"{expected}, which is a converted checkpoint")
+    return found
 
 
 def _claim(folder: Path) -> None:

@@ -59,7 +59,7 @@ def load_params(
         config: architecture to insist on; None takes that of the checkpoint.
         dtype: None for the released dtypes; "float32" widens float leaves, packed ones stay.
         mesh: devices to spread the parameters over; None is the default device.
-        progress: bytes, GB/s and time left on stderr, and the report at the end.
+        progress: a bar on stderr where that is a terminal, and the report at the end.
         block_bytes: largest part of a tensor read at a time (release format).
 
     Returns:
@@ -103,7 +103,7 @@ def _load_release(
     total = sum(needed_bytes(source.shape, source.dtype.itemsize, s) for source, s in _arrays(plan, sharding))
     with (
         Reader() as reader,
-        tqdm(total=total, unit="B", unit_scale=True, desc="load", disable=not progress) as bar,
+        tqdm(total=total, unit="B", unit_scale=True, desc="load", disable=None if progress else True) as bar,
     ):
 
         def array(source: Readable, where: Any) -> jax.Array:

@@ -28,6 +28,7 @@ FORMAT = "k3jax-orbax"
 VERSION = 1
 MXFP4_LAYOUT = "mxfp4-pack-quantized"
 """Layout tag of packed leaves: codes two to a byte, even column low; E8M0 scales per 32 inputs."""
+_DTYPES = ("bfloat16", "float32", "uint8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,12 @@ def _leaf(entry: dict[str, Any], where: str) -> Any:
         if entry["layout"] != MXFP4_LAYOUT:
             raise ValueError(f"{where}: layout: expected {MXFP4_LAYOUT!r}, got {entry['layout']!r}")
         return MXFP4(_leaf(entry["codes"], where), _leaf(entry["scales"], where))
-    return ShapeDtype(tuple(entry["shape"]), str(entry["dtype"]))
+    shape, dtype = entry["shape"], entry["dtype"]
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"{where}: shape: expected a list of integers of at least 0, got {shape!r}")
+    if dtype not in _DTYPES:
+        raise ValueError(f"{where}: dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
+    return ShapeDtype(tuple(shape), dtype)
 
 
 def _path(key: str) -> names.Path_:
@@ -141,6 +147,6 @@ def read_manifest(folder: Path) -> Manifest:
         }
         size, skipped = int(tree["kda_a_log_size"]), tuple(tree["skipped"])
         return Manifest(pieces, bool(tree["complete"]), size, tree["source"], skipped)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"missing key {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(file, [f"not a record of a converted checkpoint: {reason}"]) from error

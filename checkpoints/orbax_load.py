@@ -95,7 +95,9 @@ def load_orbax(
         targets = {piece: _targets(leaves, sharding) for piece, leaves in manifest.pieces.items()}
         sizes = {piece: _needed(leaves, targets[piece]) for piece, leaves in manifest.pieces.items()}
         total = sum(sizes.values())
-        with tqdm(total=total, unit="B", unit_scale=True, desc="load", disable=not progress) as bar:
+        with tqdm(
+            total=total, unit="B", unit_scale=True, desc="load", disable=None if progress else True
+        ) as bar:
             for piece, leaves in manifest.pieces.items():
                 arrays = store.restore(piece, leaves, targets[piece])
                 found |= {path: _finish(path, leaf, arrays, dtype) for path, leaf in leaves.items()}

@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 from . import names
 from .errors import CheckpointError
 from .manifest import PIECES, ShapeDtype, parts
+from .orbax_files import file_faults
 
 _CHUNK = 4 << 20
 """Bytes of a storage chunk: the least a process reads of an array it needs a part of."""
@@ -31,6 +32,13 @@ def _key(path: names.Path_, part: str) -> str:
 
 def _flat(leaves: dict[names.Path_, Any]) -> dict[str, Any]:
     return {_key(path, part): array for path, leaf in leaves.items() for part, array in parts(leaf).items()}
+
+
+def _reason(error: BaseException) -> str:
+    """First line of the innermost cause, which names the leaf; around it are pages of settings."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return next(iter(str(error).splitlines()), type(error).__name__)[:300]
 
 
 class Store:
@@ -65,7 +73,7 @@ class Store:
         return piece_path(self._folder, piece).is_dir()
 
     def check(self, piece: str, leaves: dict[names.Path_, Any]) -> list[str]:
-        """Faults of a stored piece against the expected shapes and dtypes; [] if there are none.
+        """Faults of a stored piece: shapes, dtypes and lengths of files, not values; [] if none.
 
         Args:
             leaves: path -> ShapeDtype, or an MXFP4 of two.
@@ -74,13 +82,20 @@ class Store:
         path = piece_path(self._folder, piece)
         if not path.is_dir():
             return [f"{PIECES}/{piece}: missing"]
+        where = f"{PIECES}/{piece}: leaf"
+        try:
+            # First, as Orbax logs pages about a store that it cannot read.
+            faults = [f"{where} {key}: {fault}" for key, fault in file_faults(path).items()]
+        except (OSError, ValueError, KeyError) as error:
+            return [f"{PIECES}/{piece}: unreadable store of arrays: {_reason(error)}"]
         try:
             metadata = self._orbax.metadata(path).item_metadata
-            stored = {} if metadata is None else metadata.tree
         except (OSError, ValueError, AttributeError, KeyError) as error:
             return [f"{PIECES}/{piece}: unreadable Orbax metadata: {error}"]
-        where = f"{PIECES}/{piece}: leaf"
-        faults = [f"{where} {key}: missing" for key in expected.keys() - stored.keys()]
+        if metadata is None:
+            return [f"{PIECES}/{piece}: unreadable Orbax metadata: a file is missing, cut short or changed"]
+        stored = metadata.tree
+        faults += [f"{where} {key}: missing" for key in expected.keys() - stored.keys()]
         faults += [f"{where} {key}: unknown" for key in stored.keys() - expected.keys()]
         for key in expected.keys() & stored.keys():
             found = ShapeDtype(tuple(stored[key].shape), str(np.dtype(stored[key].dtype)))
@@ -96,6 +111,9 @@ class Store:
         Args:
             leaves: path -> ShapeDtype, or an MXFP4 of two: already checked.
             shardings: by the keys of the result: path joined by dots, ".codes" or ".scales" if packed.
+
+        Raises:
+            CheckpointError: an array cannot be read; names the piece and the leaf.
         """
         args = {
             key: ocp.ArrayRestoreArgs(
@@ -108,10 +126,13 @@ class Store:
         }
         path = piece_path(self._folder, piece)
         try:
-            found = self._orbax.restore(path, args=ocp.args.PyTreeRestore(restore_args=args))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{PIECES}/{piece}", [f"Orbax cannot restore it: {error}"]) from error
-        return found
+            return self._orbax.restore(path, args=ocp.args.PyTreeRestore(restore_args=args))
+        except (MemoryError, jax.errors.JaxRuntimeError):
+            raise  # the host's or the devices' trouble, not the files'
+        except Exception as error:  # what Orbax raises for an unreadable array is Exception itself
+            raise CheckpointError(
+                self._folder, [f"{PIECES}/{piece}: cannot be restored: {_reason(error)}"]
+            ) from error
 
     def discard_unfinished(self) -> None:
         """Remove what an interrupted save left beside the pieces."""

@@ -18,7 +18,7 @@ from k3jax.quant import MXFP4
 
 from . import names
 from .errors import CheckpointError
-from .release_files import list_tensors
+from .release_files import CONFIG, list_tensors
 from .safetensors_file import DTYPES, Reader, Tensor, whole
 from .sources import Source
 
@@ -207,8 +207,16 @@ def _stack(tensors: list[Tensor], faults: list[str]) -> Source | None:
 
 def _check_quantization(path: Path, packed: bool, faults: list[str]) -> None:
     """Packed bytes mean nothing without their declared format."""
-    tree = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    declared = (tree.get("text_config") or {}).get("quantization_config") or tree.get("quantization_config")
+    try:
+        tree = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        faults.append(f"{CONFIG}: not valid JSON: {error}")
+        return
+    if (tree := _object(tree, CONFIG, faults)) is None:
+        return
+    if (text := _object(tree.get("text_config"), f"{CONFIG}: text_config", faults)) is None:
+        return
+    declared = text.get("quantization_config") or tree.get("quantization_config")
     if declared is None:
         if packed:
             faults.append(
@@ -216,19 +224,34 @@ def _check_quantization(path: Path, packed: bool, faults: list[str]) -> None:
                 f"expected format {MXFP4_FORMAT!r}"
             )
         return
+    where = f"{CONFIG}: quantization_config"
+    if (declared := _object(declared, where, faults)) is None:
+        return
     expected: list[tuple[str, Any, Any]] = [
         ("quant_method", declared.get("quant_method"), "compressed-tensors"),
         ("format", declared.get("format"), MXFP4_FORMAT),
     ]
-    for group, content in (declared.get("config_groups") or {}).items():
-        weights = (content.get("weights") if isinstance(content, dict) else None) or {}
+    for group, content in (
+        _object(declared.get("config_groups"), f"{where}.config_groups", faults) or {}
+    ).items():
+        name = f"config_groups.{group}"
+        if (content := _object(content, f"{where}.{name}", faults)) is None:
+            continue
+        if (weights := _object(content.get("weights"), f"{where}.{name}.weights", faults)) is None:
+            continue
         for key, only in (("num_bits", 4), ("type", "float"), ("group_size", 32), ("symmetric", True)):
-            expected.append((f"config_groups.{group}.weights.{key}", weights.get(key), only))
+            expected.append((f"{name}.weights.{key}", weights.get(key), only))
     faults += [
-        f"config.json: quantization_config.{key}: expected {only!r}, got {value!r}"
-        for key, value, only in expected
-        if value != only
+        f"{where}.{key}: expected {only!r}, got {value!r}" for key, value, only in expected if value != only
     ]
+
+
+def _object(value: Any, where: str, faults: list[str]) -> dict[str, Any] | None:
+    """``value`` if it is a JSON object, an empty one for null; else None, and a fault."""
+    if value is None or isinstance(value, dict):
+        return value or {}
+    faults.append(f"{where}: expected an object, got {type(value).__name__} {value!r}"[:200])
+    return None
 
 
 def _check_a_log(config: K3Config, leaves: dict[names.Path_, Any], faults: list[str]) -> int:

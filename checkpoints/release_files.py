@@ -62,12 +62,14 @@ def list_tensors(path: Path) -> tuple[list[Tensor], tuple[Path, ...], list[str]]
 def _weight_map(path: Path) -> dict[str, str]:
     try:
         tree: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(path, [f"not valid JSON: {error}"]) from error
     found = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
         raise CheckpointError(path, ["weight_map: expected an object of tensor name to file name"])
+    if not found:
+        raise CheckpointError(path, ["weight_map: expected at least one tensor, got none"])
     for name, file in found.items():
-        if Path(file).name != file:
+        if Path(file).name != file or file in ("", ".."):
             raise CheckpointError(path, [f"tensor {name}: expected a file name, got {file!r}"])
     return found

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -63,7 +63,8 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
     Raises:
         CheckpointError: the file is shorter or longer than its header says, or the header is not
-            one: broken JSON, a name twice, sizes that contradict shapes, gaps or overlaps.
+            one: broken JSON or another structure, a name twice, sizes that contradict shapes, gaps
+            or overlaps.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -74,8 +75,11 @@ def read_header(path: Path) -> dict[str, Tensor]:
         text = file.read(length)
     try:
         entries = json.loads(text, object_pairs_hook=_no_repeats)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(path, [f"unreadable safetensors header: {error}"]) from error
+    if not isinstance(entries, dict):
+        got = type(entries).__name__
+        raise CheckpointError(path, [f"unreadable safetensors header: expected an object, got {got}"])
     entries.pop("__metadata__", None)
     tensors = {name: _tensor(path, name, entry, 8 + length) for name, entry in entries.items()}
     _check_extent(path, list(tensors.values()), 8 + length, size)
@@ -90,13 +94,31 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _sizes(value: Any) -> TypeGuard[list[int]]:
+    """Whether ``value`` is a list of sizes or positions."""
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+
+
+def _entry_fault(entry: Any) -> str | None:
+    """What keeps ``entry`` from describing a tensor."""
+    if not isinstance(entry, dict):
+        return f"expected an object, got {entry!r}"
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in _SIZES:
+        return f"dtype: expected one of {', '.join(_SIZES)}, got {dtype!r}"
+    if not _sizes(shape):
+        return f"shape: expected a list of integers of at least 0, got {shape!r}"
+    if not _sizes(offsets) or len(offsets) != 2:
+        return f"data_offsets: expected two integers of at least 0, got {offsets!r}"
+    return None
+
+
 def _tensor(path: Path, name: str, entry: Any, data: int) -> Tensor:
-    try:
-        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        size = _SIZES[dtype] * math.prod(shape)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(path, [f"tensor {name}: unreadable header entry {entry!r}"]) from error
-    if end - begin != size or begin < 0:
+    if fault := _entry_fault(entry):
+        raise CheckpointError(path, [f"tensor {name}: unreadable header entry: {fault}"])
+    dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    size = _SIZES[dtype] * math.prod(shape)
+    if end - begin != size:
         text = f"{dtype} {list(shape)} is {size} bytes, the header gives it {begin}..{end}"
         raise CheckpointError(path, [f"tensor {name}: {text}"])
     return Tensor(name, dtype, shape, data + begin, path)

@@ -56,7 +56,7 @@ def _pow2_at_least(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def read(tree: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+def read(tree: Any, *, where: str) -> dict[str, Any]:
     """Fields of K3Config from a parsed config.json."""
     if not isinstance(tree, Mapping):
         raise ValueError(f"{where}: expected a JSON object, got {type(tree).__name__}")
@@ -119,7 +119,7 @@ def _refuse_contradictions(tree: Mapping[str, Any], text: Mapping[str, Any], whe
         kind = part.get("model_type")
         if kind is not None and kind not in _MODEL_TYPES:
             raise ValueError(f"{where}: model_type: expected one of {', '.join(_MODEL_TYPES)}, got {kind!r}")
-    if tree.get("tie_word_embeddings", text["tie_word_embeddings"]) != text["tie_word_embeddings"]:
+    if tree.get("tie_word_embeddings") and not text["tie_word_embeddings"]:
         raise ValueError(
             f"{where}: tie_word_embeddings: {tree['tie_word_embeddings']!r} at the top level and "
             f"{text['tie_word_embeddings']!r} in text_config"

@@ -248,7 +248,7 @@ class K3Config:
         return cls.from_hf_dict(tree, where=str(file))
 
     @classmethod
-    def from_hf_dict(cls, tree: Mapping[str, Any], *, where: str = "config") -> K3Config:
+    def from_hf_dict(cls, tree: Any, *, where: str = "config") -> K3Config:
         """As :meth:`from_pretrained`, from a parsed ``config.json`` (nested or text part alone)."""
         return cls(**_hf_config.read(tree, where=where))
 

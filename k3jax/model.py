@@ -181,7 +181,7 @@ def lm_head(params: Params, x: Float[Array, "*rows d"]) -> Float[Array, "*rows w
 def decode_step(
     params: Params,
     state: State,
-    tokens: Int[Array, " batch"] | np.ndarray | Sequence[int],
+    tokens: Int[Array, " batch"] | np.ndarray | Sequence[Any],
     active: Bool[Array, " batch"] | np.ndarray | None = None,
     *,
     config: K3Config,
@@ -314,7 +314,7 @@ def prefill_chunk(
 
 def prefill(
     params: Params,
-    tokens: Int[Array, "batch tokens"] | np.ndarray | Sequence[Sequence[int]],
+    tokens: Int[Array, "batch tokens"] | np.ndarray | Sequence[Any],
     *,
     config: K3Config,
     lengths: Int[Array, " batch"] | np.ndarray | Sequence[int] | None = None,

@@ -84,6 +84,38 @@ def test_float_experts_have_rows_of_their_own(tmp_path):
     assert re.search(r"experts\.\*\.w2\.weight_packed +8 of 8 +uint8", text)
 
 
+def test_tensors_of_one_name_and_different_shapes_have_a_row_each(tmp_path):
+    config, tensors = write_small(tmp_path / "src")
+    shapes = [tensors[f"model.layers.{i}.self_attn.g_proj.weight"].shape for i in range(3)]
+    assert config.layer_types == ("kda", "mla", "kda")
+    assert shapes[0] == shapes[2] != shapes[1]
+    checkpoints.convert(tmp_path / "src", tmp_path / "dst", progress=False)
+    for folder in ("src", "dst"):
+        text = checkpoints.inspect_report(tmp_path / folder)
+        for count, shape in ((2, shapes[0]), (1, shapes[1])):
+            size = count * 2 * int(np.prod(shape))
+            row = rf"g_proj\S* +{count} of {count} +bfloat16 {re.escape(str(list(shape)))}  {size:,} B"
+            assert re.search(row, text)
+
+
+def test_a_tensor_of_the_wrong_shape_stays_in_the_row_that_expects_it(tmp_path):
+    def damage(tensors):
+        tensors["model.layers.0.self_attn.q_proj.weight"] = np.zeros((3, 5), np.float32)
+        tensors["model.layers.0.self_attn.q_proj.extra"] = np.zeros((3, 5), np.float32)
+
+    write_small(tmp_path, damage)
+    text = checkpoints.inspect_report(tmp_path)
+    assert re.search(r"self_attn\.q_proj\.weight +2 of 2 +bfloat16", text)
+    assert re.search(r"self_attn\.q_proj\.extra +1 unknown +F32 \[3, 5\]  60 B", text)
+
+
+def test_inspect_takes_the_name_of_a_shipped_checkpoint():
+    text = checkpoints.inspect_report("nano")
+    assert text.startswith(f"{checkpoints.resolve('nano')} (release format)")
+    assert "Nothing is missing or faulty." in text
+    assert text.endswith("lengths of files were checked; the values were not.")
+
+
 def test_ignored_keys_of_the_config_are_listed(tmp_path):
     write_small(tmp_path)
     edit_json(tmp_path / "config.json", lambda tree: tree["text_config"].update(novel_option=3))
@@ -99,12 +131,15 @@ def test_a_converted_checkpoint_is_described_whole_and_damaged(tmp_path):
     assert re.search(r"experts\.w1\.codes +2 of 2 +uint8", text)
     shutil.rmtree(tmp_path / "dst" / "pieces" / "final")
     assert "pieces/final: missing" in checkpoints.inspect_report(tmp_path / "dst")
+    file = max((p for p in tmp_path.rglob("lm_head/**/d/*")), key=lambda p: p.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-500])
+    assert "pieces/lm_head: leaf lm_head: file " in checkpoints.inspect_report(tmp_path / "dst")
     edit_json(tmp_path / "dst" / "k3jax.json", lambda tree: tree.update(complete=False))
     assert "conversion not finished: 11 of 12 pieces" in checkpoints.inspect_report(tmp_path / "dst")
 
 
 def test_a_directory_without_a_config_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"the directory has neither.*config\.json"):
         checkpoints.inspect_report(tmp_path)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -16,7 +17,7 @@ from jax.sharding import Mesh
 import k3jax
 from k3jax import checkpoints
 from k3jax.axes import auto_mesh, param_shardings
-from k3jax.checkpoints import CheckpointError
+from k3jax.checkpoints import CheckpointError, orbax_files, orbax_store
 from k3jax.quant import MXFP4
 from support.checkpoint_files import assert_same_arrays, edit_json, small_config, write_small
 from support.oracle import CASE_A
@@ -128,7 +129,8 @@ def test_tokenizer_and_settings_files_go_along_and_weights_and_index_do_not(tmp_
     assert files.items() <= found.items()
 
 
-def test_progress_goes_to_stderr_with_rate_and_time_left(tmp_path, capfd):
+def test_progress_goes_to_stderr_with_rate_and_time_left_on_a_terminal(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     write_small(tmp_path / "src")
     report = checkpoints.convert(tmp_path / "src", tmp_path / "dst")
     out, err = capfd.readouterr()
@@ -137,6 +139,15 @@ def test_progress_goes_to_stderr_with_rate_and_time_left(tmp_path, capfd):
     assert str(report) in err
     assert "GB/s" in str(report)
     assert "peak host memory" in str(report)
+
+
+def test_without_a_terminal_a_conversion_and_a_load_print_their_report_alone(tmp_path, capfd):
+    write_small(tmp_path / "src")
+    converted = checkpoints.convert(tmp_path / "src", tmp_path / "dst")
+    assert capfd.readouterr().err == f"{converted}\n"
+    for folder in ("src", "dst"):
+        _, _, loaded = checkpoints.load_params(tmp_path / folder)
+        assert capfd.readouterr().err == f"{loaded}\n"
 
 
 @pytest.mark.parametrize(
@@ -240,12 +251,101 @@ def test_an_unfinished_conversion_is_refused_and_says_to_resume(damaged):
         ),
         (lambda tree: tree.update(format="x"), "expected format"),
         (lambda tree: tree.pop("pieces"), "missing key 'pieces'"),
+        (lambda tree: tree.update(pieces=[]), "k3jax.json: not a record"),
+        (lambda tree: tree["pieces"]["final"]["norm"].update(shape=[1.5]), "norm: shape: expected a list"),
+        (lambda tree: tree["pieces"]["final"]["norm"].update(shape="64"), "norm: shape: expected a list"),
+        (lambda tree: tree["pieces"]["final"]["norm"].update(dtype="f4"), "norm: dtype: expected one of"),
     ],
 )
 def test_a_record_of_another_format_or_version_is_refused(damaged, change, message):
     edit_json(damaged / "k3jax.json", change)
     with pytest.raises(CheckpointError, match=message):
         load(damaged)
+
+
+def array_file(folder: Path, piece: str) -> Path:
+    """The largest file of a piece: it holds arrays."""
+    files = (path for path in (folder / "pieces" / piece).rglob("*") if path.is_file())
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+@pytest.mark.parametrize("piece", ["embed_tokens", "layers.000", "layers.001.w1"])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_file_cut_short_or_gone_is_refused_by_piece_and_leaf_before_a_restore(
+    damaged, monkeypatch, piece, gone
+):
+    monkeypatch.setattr(orbax_store.Store, "restore", None)
+    file = array_file(damaged, piece)
+    if gone:
+        file.unlink()
+        why = "is missing"
+    else:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        why = r"is cut short: needs at least \d+ bytes, has \d+"
+    leaf = {
+        "layers.000": r"layers\.0\.",
+        "layers.001.w1": r"layers\.1\..*\.w1\.",
+        "embed_tokens": "embed_tokens",
+    }
+    with pytest.raises(CheckpointError) as caught:
+        load(damaged)
+    assert str(damaged) in str(caught.value)
+    faults = [
+        rf"pieces/{piece}: leaf {leaf[piece]}.*: file \S+/{file.name} {why}" for _ in caught.value.faults
+    ]
+    assert faults
+    for fault, want in zip(caught.value.faults, faults, strict=True):
+        assert re.fullmatch(want, fault), fault
+    with pytest.raises(CheckpointError, match=f"pieces/{piece}: leaf"):
+        checkpoints.convert(CASE_A, damaged, progress=False)  # a resumed conversion does not accept it
+
+
+@pytest.mark.parametrize("name", ["manifest.ocdbt", "d"])
+def test_an_unreadable_store_is_refused_by_its_piece(damaged, name):
+    path = damaged / "pieces" / "final" / name
+    file = path if path.is_file() else next(path.iterdir())
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(CheckpointError, match="pieces/final: unreadable store of arrays"):
+        load(damaged)
+
+
+def test_a_read_that_fails_names_directory_piece_and_leaf_and_keeps_the_cause(damaged, monkeypatch):
+    monkeypatch.setattr(orbax_store, "file_faults", lambda _: {})  # as if cut after that look
+    file = array_file(damaged, "embed_tokens")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(
+        CheckpointError, match=r'pieces/embed_tokens: cannot be restored: .*"embed_tokens/'
+    ) as caught:
+        load(damaged)
+    assert str(damaged) in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    assert caught.value.__cause__ is not None
+
+
+def test_what_is_not_the_files_fault_is_not_called_one(damaged, monkeypatch):
+    def exhausted(*_args, **_options):
+        raise MemoryError("host")
+
+    monkeypatch.setattr(orbax_store.ocp.Checkpointer, "restore", exhausted)
+    with pytest.raises(MemoryError, match="host"):
+        load(damaged)
+
+
+def test_keys_of_a_store_with_inner_nodes_are_put_together_from_their_parts(tmp_path):
+    import tensorstore as ts
+
+    small = {"max_decoded_node_bytes": 300, "max_inline_value_bytes": 8}
+    spec = {"driver": "ocdbt", "base": f"file://{tmp_path}/store/", "config": small}
+    store = ts.KvStore.open(spec).result()
+    with ts.Transaction() as transaction:
+        for i in range(200):
+            store.with_transaction(transaction)[f"leaf.{i:03d}/0.0"] = bytes(100)
+    base = ts.KvStore.open(f"file://{tmp_path}/store/").result()
+    version = ts.ocdbt.dump(base).result()["versions"][-1]
+    assert version["root_height"] > 1
+    found = [key.decode() for key, _, _ in orbax_files._chunks(base, version["root"], b"")]
+    assert found == [f"leaf.{i:03d}/0.0" for i in range(200)]
+    assert orbax_files.file_faults(tmp_path / "store") == {}
 
 
 def test_converting_again_changes_nothing(converted):

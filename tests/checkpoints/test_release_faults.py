@@ -370,3 +370,50 @@ def test_many_faults_are_counted_and_the_message_stays_short(tmp_path):
     assert len(caught.value.faults) > 40
     assert len(str(caught.value).splitlines()) == 22
     assert f"and {len(caught.value.faults) - 20} more" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[]", b"null", b"5", b"{}", b'{"weight_map": []}', b'{"weight_map": {}}', b'{"weight_map": {"x": 1}}',
+     b'{"weight_map": {"x": ".."}}', b'{"weight_map": {"x": ""}}', b"\xef\xbb\xbf{}", b"\xff\xfe", b""],
+)  # fmt: skip
+def test_an_index_of_another_structure_is_refused_by_name(tmp_path, content):
+    write_small(tmp_path, shards=3)
+    (tmp_path / INDEX).write_bytes(content)
+    assert INDEX in refusal(tmp_path)
+
+
+QUANTIZATION = ("text_config", "quantization_config")
+GROUP = (*QUANTIZATION, "config_groups", "group_0")
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "got"),
+    [
+        (QUANTIZATION, [1], "list [1]"),
+        (QUANTIZATION, "mxfp4", "str 'mxfp4'"),
+        (GROUP[:-1], [{}], "list [{}]"),
+        (GROUP, 4, "int 4"),
+        ((*GROUP, "weights"), "4 bits", "str '4 bits'"),
+        ((*GROUP, "weights"), [4], "list [4]"),
+    ],
+)
+def test_a_quantization_block_of_another_structure_is_refused_by_its_key(tmp_path, keys, value, got):
+    def change(tree):
+        for key in keys[:-1]:
+            tree = tree[key]
+        tree[keys[-1]] = value
+
+    write_small(tmp_path)
+    edit_json(tmp_path / "config.json", change)
+    refused = refusal(tmp_path)
+    assert f"config.json: {'.'.join(keys[1:])}: expected an object, got {got}" in refused
+    assert len(refused.splitlines()) == 1
+
+
+@pytest.mark.parametrize("content", [b"[]", b"5", b"\xff\xfe", b"\xef\xbb\xbf{}", b'{"text_config": [1]}'])
+def test_a_broken_config_beside_a_given_one_is_refused_by_name(tmp_path, content):
+    config, _ = write_small(tmp_path)
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        checkpoints.preflight(tmp_path, config)

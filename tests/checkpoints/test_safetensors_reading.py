@@ -1,5 +1,7 @@
 """Reading boxes of tensors out of safetensors files."""
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -74,6 +76,51 @@ def test_large_reads_are_split_over_threads_and_joined_again(tmp_path):
     with Reader() as reader:
         got = source.read(reader, (slice(1, 40), slice(0, 1 << 20)))
     np.testing.assert_array_equal(got, array[1:])
+
+
+def write_header(path, header):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    return path
+
+
+def entry(**changes):
+    return {"x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} | changes}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ([], "expected an object, got list"),
+        (None, "expected an object, got NoneType"),
+        (5, "expected an object, got int"),
+        (b"\xff\xfe{", "unreadable safetensors header"),
+        (b"[" * 100_000, "unreadable safetensors header"),
+        ({"x": []}, r"tensor x: unreadable header entry: expected an object, got \[\]"),
+        (entry(dtype=["F32"]), "tensor x: .*dtype: expected one of"),
+        (entry(dtype="F31"), "tensor x: .*dtype: expected one of"),
+        (entry(shape=[0.0]), "tensor x: .*shape: expected a list of integers"),
+        (entry(shape="00"), "tensor x: .*shape: expected a list of integers"),
+        (entry(shape=[-1, 0]), "tensor x: .*shape: expected a list of integers"),
+        (entry(shape=[False]), "tensor x: .*shape: expected a list of integers"),
+        (entry(data_offsets=["0", "0"]), "tensor x: .*data_offsets: expected two integers"),
+        (entry(data_offsets="00"), "tensor x: .*data_offsets: expected two integers"),
+        (entry(data_offsets=[-4, -4]), "tensor x: .*data_offsets: expected two integers"),
+        (entry(data_offsets=[0]), "tensor x: .*data_offsets: expected two integers"),
+        (
+            {"x": {"dtype": "F32", "shape": [0]}},
+            "tensor x: .*data_offsets: expected two integers of at least 0, got None",
+        ),
+    ],
+)
+def test_a_header_of_another_structure_is_refused_by_file_and_tensor(tmp_path, header, message):
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_header(write_header(tmp_path / "bad.safetensors", header))
+    assert "bad.safetensors" in str(caught.value)
+
+
+def test_an_empty_tensor_is_read_as_one(tmp_path):
+    assert read_header(write_header(tmp_path / "good.safetensors", entry()))["x"].shape == (0,)
 
 
 def test_more_files_than_are_kept_open_can_be_read(tmp_path):

@@ -87,7 +87,7 @@ def test_rows_that_do_not_exist_are_refused() -> None:
     for rows in wrong:
         with pytest.raises(TypeError):
             state.select(rows)
-    with pytest.raises(ValueError, match="n: expected at least 1, got 0"):
+    with pytest.raises(ValueError, match="n: expected an integer of at least 1, got 0"):
         state.fork(0)
 
 
