@@ -174,10 +174,8 @@ class K3Config:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
             for token in value if isinstance(value, tuple) and name == "eos_token_id" else (value,):
-                if token is not None and (type(token) is not int or not 0 <= token < self.vocab_size):
-                    raise ValueError(
-                        f"K3Config.{name}: expected an id in 0..{self.vocab_size - 1} or None, got {token!r}"
-                    )
+                if token is not None and (type(token) is not int or token < 0):
+                    raise ValueError(f"K3Config.{name}: expected a token id or None, got {token!r}")
         for name in ("routed_expert_hidden_size", "moe_intermediate_size"):
             if getattr(self, name) % 32:
                 raise ValueError(
@@ -268,9 +266,10 @@ class K3Config:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The stop tokens of ``eos_token_id``, none, one or several."""
+        """The stop tokens of ``eos_token_id`` that are in the vocabulary: none, one or several."""
         eos = self.eos_token_id
-        return eos if isinstance(eos, tuple) else () if eos is None else (eos,)
+        listed = eos if isinstance(eos, tuple) else () if eos is None else (eos,)
+        return tuple(token for token in listed if token < self.vocab_size)
 
     @property
     def num_moe_layers(self) -> int:

@@ -183,6 +183,14 @@ def test_an_eos_that_is_no_token_id_is_refused(value: Any) -> None:
         K3Config.from_hf_dict(tree)
 
 
+def test_a_stop_token_outside_the_vocabulary_stops_nothing_and_a_negative_one_is_refused() -> None:
+    config = dataclasses.replace(K3Config.preset("k3-slice"), vocab_size=300)
+    assert config.stop_token_ids == ()
+    assert dataclasses.replace(config, eos_token_id=(7, 300)).stop_token_ids == (7,)
+    with pytest.raises(ValueError, match="bos_token_id: expected a token id"):
+        dataclasses.replace(config, bos_token_id=-5)
+
+
 @pytest.mark.parametrize("tree", [[], None, 5, "text"])
 def test_a_config_that_is_no_object_is_refused(tree: Any) -> None:
     with pytest.raises(ValueError, match="expected a JSON object"):
