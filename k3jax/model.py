@@ -337,7 +337,7 @@ def prefill(
         logits: "all" for float32 [B, T, W] (0 past a row's length), "last" for [B, W] at each
             row's last token (0 for a row without tokens), "none" or None for None.
         chunk_size: tokens per pass; None is a single pass (training).
-        implementation: "auto" or "xla".
+        implementation: as in :func:`decode_step`; prefill is the XLA path under every name.
         scan_layers: loop over the repeating layers: compiles faster, runs slower.
 
     Returns:
