@@ -1,7 +1,7 @@
 """The tiled layout of dense bf16 matrices: what an SM reads is one contiguous run, in the order it reads it.
 
 A packed matrix is ``[group, chunk, block, 8, 32]``: groups of 8 rows; the columns of a group in chunks
-of at most 2,048 (32 KB); a chunk in blocks of 32 columns, so that 32 lanes reading 16 bytes each (8 rows
+of at most 1,920 (30 KB); a chunk in blocks of 32 columns, so that 32 lanes reading 16 bytes each (8 rows
 x 4 pieces) read 512 contiguous bytes of shared memory without a bank conflict, and each lane's 8 numbers
 feed two k16 matrix instructions. Rows and columns are padded with zeros to whole groups and chunks.
 Matrices that read the same vector are stacked by rows, so a stage is one matrix.
@@ -23,8 +23,8 @@ from .instructions import Op
 from .shapes import ROW_GROUP, Plan, groups_of
 
 BLOCK_COLUMNS = 32
-MOST_COLUMNS = 2048
-"""Columns of the largest chunk: 8 x 2,048 bf16 are 32 KB, one stage of the ring."""
+MOST_COLUMNS = 1920
+"""Columns of the largest chunk: 8 x 1,920 bf16 are 30 KB, one stage of the ring."""
 
 Packed = Float[jax.Array, "g c k 8 32"] | Float[np.ndarray, "g c k 8 32"]
 Dense = Float[jax.Array, "rows cols"] | Float[np.ndarray, "rows cols"]
@@ -43,7 +43,7 @@ class Tiling:
 
     @functools.cached_property
     def chunk(self) -> int:
-        """Columns of a chunk: a multiple of 32 up to 2,048 that cuts evenly, if one of half does."""
+        """Columns of a chunk: a multiple of 32 up to 1,920 that cuts evenly, if one of half does."""
         whole = -(-self.columns // BLOCK_COLUMNS)
         if whole * BLOCK_COLUMNS <= MOST_COLUMNS:
             return whole * BLOCK_COLUMNS

@@ -10,7 +10,7 @@ from .schedule import Schedule
 from .shapes import Plan
 
 RING_STAGES = 6
-RING_STAGE_BYTES = 32_768
+RING_STAGE_BYTES = 30_720
 CONSUMER_WARPS = 8
 THREADS = 32 * (CONSUMER_WARPS + 1)
 REDUCTION_BYTES = 2 * CONSUMER_WARPS * 128 * 4

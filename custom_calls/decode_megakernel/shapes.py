@@ -216,7 +216,7 @@ class Plan:
         return -(-layer // block) if not second else layer // block + 1
 
 
-SPLIT = 128
+SPLIT = 64
 """Cached tokens of one attention split: a constant, so a row's sums do not depend on other rows."""
 MOST_HEADS = 24
 """Heads whose absorbed queries (576 bf16 each) fit the shared memory that the ring leaves."""

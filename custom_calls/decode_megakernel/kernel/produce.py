@@ -1,0 +1,212 @@
+"""The producer warp: streams everything the stages of this SM will read, in the order they read it.
+
+It walks the same program as the consumers, ahead of them through stages and layers. Weights, states
+and old cache rows were there when the step began, so it waits for nothing but room in the ring, except
+for the choice of experts.
+"""
+# ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202 (values of the tracing compiler)
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from ..instructions import Op
+from ..shapes import ROW_GROUP, SPLIT, groups_of
+from . import geometry as g
+from .context import COUNT_AT, DEAD_AT, FREE_AT, ROUTED_AT, Part, Record
+from .flow import copy, fetch, open_tile, poll
+from .ptx import load, load_shared, store_shared
+
+
+@cute.jit
+def produce(t):
+    """Stream this SM's whole program."""
+    at, end = t.first, t.last
+    k = Int32(0)
+    word = fetch(t, at, end)
+    while at < end:
+        following = fetch(t, at + 1, end)
+        record = Record(word)
+        op = record[0]
+        if record[g.MATRIX] >= 0:
+            k = matrix(t, record, k)
+        if cutlass.const_expr(t.p.config.num_kda_layers > 0):
+            if op == int(Op.KDA_STEP):
+                k = kda_state(t, record, k)
+        if cutlass.const_expr(t.p.config.num_mla_layers > 0):
+            if op == int(Op.MLA_ATTEND):
+                k = cache(t, record, k)
+        if cutlass.const_expr(t.p.config.num_moe_layers > 0):
+            if op == int(Op.EXPERT_IN):
+                routed(t, record)
+                k = expert_in(t, record, k)
+            if op == int(Op.EXPERT_OUT):
+                k = expert_out(t, record, k)
+        at += 1
+        word = following
+    return k
+
+
+@cute.jit
+def matrix(t, record, k):
+    """Tiles of a packed matrix: nested loops over (outer, inner) in the order of the record."""
+    part = Part(t, record)
+    tile, chunks, order = record[g.TILE_BYTES], record[g.CHUNKS], record[g.ORDER]
+    c0, c1, group = record[6], record[7], record[g.TILE_BYTES] * record[g.CHUNKS]
+    base = t.pointer(record[g.MATRIX]) + Int64(part.place) * (Int64(record[g.STRIDE]) * 16)
+    base = base + Int64(part.g0) * Int64(group)
+    outer, inner, outer_step, inner_step = part.n, chunks, group, tile
+    if order == g.BY_CHUNK:
+        base = base + Int64(c0 * tile)
+        outer, inner, outer_step, inner_step = c1 - c0, part.n, tile, group
+    piece = record[g.PIECE]
+    whole = part.n * group
+    if order == g.BY_PIECE:
+        outer, inner, outer_step = (part.n + piece - 1) // piece, Int32(1), piece * group
+    for i in cutlass.range(outer, unroll=1):
+        for j in cutlass.range(inner, unroll=1):
+            count = tile
+            if order == g.BY_PIECE:
+                count = cutlass.min(outer_step, whole - i * outer_step)
+            open_tile(t, k, count)
+            copy(t, k, Int32(0), base + Int64(i) * Int64(outer_step) + Int64(j) * Int64(inner_step), count)
+            k += 1
+    return k
+
+
+@cute.jit
+def kda_state(t, record, k):
+    """S of every (head, row) unit, in pieces of whole rows of values."""
+    part = Part(t, record)
+    p = t.p
+    unit_bytes = 4 * p.K * p.V
+    base = t.pointer(t.geo.kda_entry + 2 * part.place)
+    for i in cutlass.range(part.n, unroll=1):
+        unit = part.g0 + i
+        head, b = unit // t.B, unit % t.B
+        source = base + Int64(b * p.kda_heads + head) * unit_bytes
+        for j in cutlass.range(unit_bytes // g.STATE_PIECE_BYTES, unroll=1):
+            open_tile(t, k, Int32(g.STATE_PIECE_BYTES))
+            copy(t, k, Int32(0), source + Int64(j * g.STATE_PIECE_BYTES), Int32(g.STATE_PIECE_BYTES))
+            k += 1
+    return k
+
+
+@cute.jit
+def cache(t, record, k):
+    """Old cache rows of every split of every unit's lane; a piece past the last old row is empty."""
+    part = Part(t, record)
+    p, width = t.p, t.geo.cache_bytes
+    base = t.pointer(t.geo.mla_entry + part.place)
+    for i in cutlass.range(part.n, unroll=1):
+        rest = (part.g0 + i) // p.head_groups
+        b, lane = rest // p.lanes, rest % p.lanes
+        length = t.length(b)
+        source = base + Int64(b) * (Int64(t.cache_rows) * width)
+        split = lane
+        while split * SPLIT <= length:
+            for j in cutlass.range(t.geo.split_pieces, unroll=1):
+                first = split * SPLIT + j * g.PIECE_TOKENS
+                rows = cutlass.max(cutlass.min(length - first, Int32(g.PIECE_TOKENS)), Int32(0))
+                open_tile(t, k, rows * width)
+                if rows > 0:
+                    copy(t, k, Int32(0), source + Int64(first) * width, rows * width)
+                k += 1
+            split += p.lanes
+    return k
+
+
+@cute.jit
+def routed(t, record):
+    """Wait for ROUTE, and leave the slots in use and their experts to both sides of this SM.
+
+    The ids go through shared memory so that both sides agree even when the step is given up.
+    """
+    op, layer, index, target = record[0], record[1], record[g.WAITS + 1], record[g.WAITS + 2]
+    if t.lane == 0:
+        # The ids of the layer before may still be in use.
+        cute.arch.mbarrier_wait(t.barrier(FREE_AT), (record[g.STACK] & 1) ^ 1)
+        poll(t, op, layer, index, target)
+    cute.arch.sync_warp()
+    dead = load_shared(t.small + DEAD_AT, Int32)
+    count = load(t.at("route.count"), Int32)
+    count = cutlass.max(cutlass.min(count, Int32(t.p.slots)), Int32(0))
+    if dead != 0:
+        count = Int32(0)
+    i = Int32(t.lane)
+    while i < count:
+        expert = load(t.at("route.slots") + Int64(i) * 4, Int32)
+        store_shared(t.slots + 4 * i, Int32, cutlass.max(cutlass.min(expert, Int32(t.p.E - 1)), Int32(0)))
+        i += 32
+    if t.lane == 0:
+        store_shared(t.small + COUNT_AT, Int32, count)
+    cute.arch.sync_warp()
+    if t.lane == 0:
+        cute.arch.mbarrier_arrive(t.barrier(ROUTED_AT))
+
+
+def span(t, record, groups):
+    """(first, end) of the (slot, group) units of a dynamic instruction that this SM takes."""
+    count = load_shared(t.small + COUNT_AT, Int32)
+    sms = record[3] - record[2]
+    at = t.sm - record[2]
+    total = count * groups
+    return at * total // sms, (at + 1) * total // sms
+
+
+@cute.jit
+def expert_rows(t, k, at, entry, expert, group, rows, columns):
+    """Codes and scales of 8 rows of one expert to byte ``at`` of tile ``k``; both are contiguous."""
+    codes, scales = columns // 2, columns // 32
+    row = Int64(expert) * rows + Int64(group * ROW_GROUP)
+    copy(t, k, Int32(at), t.pointer(entry) + row * codes, Int32(ROW_GROUP * codes))
+    copy(
+        t,
+        k,
+        Int32(at + ROW_GROUP * codes),
+        t.pointer(entry + 1) + row * scales,
+        Int32(ROW_GROUP * scales),
+    )
+
+
+@cute.jit
+def expert_in(t, record, k):
+    """8 rows of w1 and the same of w3, of every (slot, group) unit."""
+    p = t.p
+    groups, whole = groups_of(p.F), g.expert_tile_bytes(p)[0]
+    first, end = span(t, record, groups)
+    entry = t.geo.expert_entry + 6 * record[g.STACK]
+    for unit in cutlass.range(first, end, unroll=1):
+        slot = unit // groups
+        expert = load_shared(t.slots + 4 * slot, Int32)
+        open_tile(t, k, Int32(whole))
+        expert_rows(t, k, 0, entry, expert, unit - slot * groups, p.F, p.L)
+        expert_rows(t, k, whole // 2, entry + 2, expert, unit - slot * groups, p.F, p.L)
+        k += 1
+    return k
+
+
+@cute.jit
+def expert_out(t, record, k):
+    """8 rows of w2 of every (slot, group) unit, two units a tile."""
+    p = t.p
+    groups, whole = groups_of(p.L), g.expert_tile_bytes(p)[1]
+    first, end = span(t, record, groups)
+    entry = t.geo.expert_entry + 6 * record[g.STACK] + 4
+    unit = first
+    while unit < end:
+        slot = unit // groups
+        pair = cutlass.min(end - unit, Int32(2))
+        open_tile(t, k, pair * whole)
+        expert_rows(t, k, 0, entry, load_shared(t.slots + 4 * slot, Int32), unit - slot * groups, p.L, p.F)
+        if pair == 2:
+            slot = (unit + 1) // groups
+            expert = load_shared(t.slots + 4 * slot, Int32)
+            expert_rows(t, k, whole, entry, expert, unit + 1 - slot * groups, p.L, p.F)
+        unit += 2
+        k += 1
+    return k
+
+
+__all__ = ["produce", "span"]
