@@ -124,9 +124,10 @@ def routed(t, record):
     The ids go through shared memory so that both sides agree even when the step is given up.
     """
     op, layer, index, target = record[0], record[1], record[g.WAITS + 1], record[g.WAITS + 2]
+    turn = record[g.STACK] & 1
     if t.lane == 0:
         # The ids of the layer before may still be in use.
-        cute.arch.mbarrier_wait(t.barrier(FREE_AT), (record[g.STACK] & 1) ^ 1)
+        cute.arch.mbarrier_wait(t.barrier(FREE_AT), turn ^ 1)
         poll(t, op, layer, index, target)
     cute.arch.sync_warp()
     dead = load_shared(t.small + DEAD_AT, Int32)
