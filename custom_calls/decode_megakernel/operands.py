@@ -96,7 +96,7 @@ def workspace_shapes(p: Plan, counters: int) -> dict[str, tuple[str, tuple[int, 
             "ey": (bf16, (p.slots, B, p.L)),
             "comb": (bf16, (B, _even(p.latent_rows))),
             "comb.ssq": (f32, (B, p.sms)),
-            "shared": (f32, (2, B, p.D)),
+            "shared": (f32, (B, p.D)),
         }
     if c.first_k_dense_replace:
         out["act.dense"] = (bf16, (B, _even(p.dense)))
@@ -104,19 +104,27 @@ def workspace_shapes(p: Plan, counters: int) -> dict[str, tuple[str, tuple[int, 
 
 
 @functools.lru_cache(maxsize=64)
-def workspace(p: Plan, counters: int) -> dict[str, Field]:
-    """Every field of ``work`` by name, in address order."""
+def workspace(p: Plan, counters: int, trace: int = 0) -> dict[str, Field]:
+    """Every field of ``work`` by name, in address order.
+
+    Args:
+        trace: entries of an SM's program, for a build that keeps time: field "trace" then holds int32
+            [SMs, entries, 4] of SM clocks: before and after the waits of an instruction, and at its end.
+    """
     out: dict[str, Field] = {}
     at = 0
-    for name, (dtype, shape) in workspace_shapes(p, counters).items():
+    shapes = workspace_shapes(p, counters)
+    if trace:
+        shapes["trace"] = ("int32", (p.sms, trace, 4))
+    for name, (dtype, shape) in shapes.items():
         field = Field(name, dtype, shape, at)
         out[name] = field
         at = _even(at + field.nbytes, ALIGN)
     return out
 
 
-def workspace_bytes(p: Plan, counters: int) -> int:
-    last = list(workspace(p, counters).values())[-1]
+def workspace_bytes(p: Plan, counters: int, trace: int = 0) -> int:
+    last = list(workspace(p, counters, trace).values())[-1]
     return _even(last.offset + last.nbytes, ALIGN)
 
 
@@ -254,7 +262,9 @@ def expert_operands(moe: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def abstract_operands(p: Plan, counters: int, records: int, program: int, cache_rows: int) -> dict[str, Any]:
+def abstract_operands(
+    p: Plan, counters: int, records: int, program: int, cache_rows: int, trace: int = 0
+) -> dict[str, Any]:
     """Shapes and dtypes of the kernel's operands, the tree that the call takes.
 
     ``packed`` is :func:`packed_shapes`; ``experts`` and ``state`` are tuples over layers (experts: over
@@ -292,7 +302,7 @@ def abstract_operands(p: Plan, counters: int, records: int, program: int, cache_
         "state": tuple(state),
         "lengths": of("int32", B),
         "status": of("int32", B),
-        "work": of("int32", workspace_bytes(p, counters) // 4),
+        "work": of("int32", workspace_bytes(p, counters, trace) // 4),
         "fault": of("int32", FAULT_WORDS),
         "epoch": of("int32", 1),
         "tokens": of("int32", B),

@@ -35,7 +35,7 @@ def consume(t):
     word = fetch(t, at, end)
     following = fetch(t, at + 1, end)
     while at < end:
-        record = Record(word)
+        record = Record(word, at)
         op = record[0]
         if is_normed(op):
             at, word, following, k = normed_stages(t, at, end, word, following, k)

@@ -17,7 +17,7 @@ SUMS_AT = 384
 """float32 scratch of 64 numbers for sums that cross warps."""
 
 
-class _Fixed:
+class Fixed:
     """An object that passes through run-time branches and loops as it is: nothing in it changes there."""
 
     def __extract_mlir_values__(self):
@@ -27,7 +27,7 @@ class _Fixed:
         return self
 
 
-class Context(_Fixed):
+class Context(Fixed):
     """Read-only while the kernel runs; built once in the kernel's prologue.
 
     Attributes:
@@ -115,17 +115,20 @@ class Context(_Fixed):
         cute.arch.barrier(barrier_id=1, number_of_threads=g.CONSUMERS)
 
 
-class Record(_Fixed):
-    """The current instruction, one word in each lane of the warp."""
+class Record(Fixed):
+    """The current instruction, one word in each lane of the warp; ``at`` is its place in the program.
 
-    def __init__(self, word):
-        self.word = word
+    Reading a word is an exchange within the warp: never under a branch that splits it.
+    """
+
+    def __init__(self, word, at):
+        self.word, self.at = word, at
 
     def __getitem__(self, index):
         return cute.arch.make_warp_uniform(from_lane(self.word, index))
 
 
-class Part(_Fixed):
+class Part(Fixed):
     """This SM's part of an instruction: groups ``g0 .. g0 + n``."""
 
     def __init__(self, t, record):
@@ -137,6 +140,7 @@ class Part(_Fixed):
 
 
 __all__ = [
+    "Fixed",
     "COUNT_AT",
     "DEAD_AT",
     "EMPTY_AT",

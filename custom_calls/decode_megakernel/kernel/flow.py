@@ -79,8 +79,18 @@ def poll(t, op, layer, index, target):
 
 
 @cute.jit
+def stamp(t, record, which):
+    """The SM's clock, in a build that keeps time: 0 before and 1 after the waits, 2 at the end."""
+    if cutlass.const_expr(t.geo.trace > 0):
+        if t.tid == 0:
+            entry = (t.sm * t.geo.trace + record.at - t.first) * 4 + which
+            store(t.at("trace") + Int64(entry) * 4, Int32, cute.arch.clock())
+
+
+@cute.jit
 def wait(t, record):
     """Block the consumers until every wait of the instruction has been reached."""
+    stamp(t, record, 0)
     if t.warp == 0:
         count, op, layer = record[WAITS], record[0], record[1]
         lane = cutlass.min(t.lane, Int32(3))
@@ -91,12 +101,14 @@ def wait(t, record):
             poll(t, op, layer, index, target)
         cute.arch.sync_warp()
     t.sync()
+    stamp(t, record, 1)
 
 
 @cute.jit
 def signal(t, record):
     """Publish everything the consumers of this SM wrote: one arrival on the instruction's counter."""
     t.sync()
+    stamp(t, record, 2)
     index = record[9]
     if t.tid == 0:
         delay(t, index + 17)

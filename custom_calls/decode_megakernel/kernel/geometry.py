@@ -96,13 +96,15 @@ class Geometry:
         spins: polls after which a wait gives up.
         delays: insert pseudo-random delays at every wait and signal (a test build).
         all_lanes: every lane arrives on the ring's barriers (racecheck understands no other form).
+        trace: entries an SM's program may have in a build that keeps time, or 0.
     """
 
     schedule: Schedule
-    in_flight: int = 3
+    in_flight: int = 2
     spins: int = 1 << 21
     delays: bool = False
     all_lanes: bool = False
+    trace: int = 0
 
     @property
     def plan(self) -> Plan:
@@ -110,7 +112,7 @@ class Geometry:
 
     @cached_property
     def fields(self) -> dict[str, Field]:
-        return workspace(self.plan, self.schedule.counters)
+        return workspace(self.plan, self.schedule.counters, self.trace)
 
     def offset(self, name: str) -> int:
         """Byte offset of a field of the workspace."""

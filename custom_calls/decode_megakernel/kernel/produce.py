@@ -27,7 +27,7 @@ def produce(t):
     word = fetch(t, at, end)
     while at < end:
         following = fetch(t, at + 1, end)
-        record = Record(word)
+        record = Record(word, at)
         op = record[0]
         if record[g.MATRIX] >= 0:
             k = matrix(t, record, k)

@@ -23,7 +23,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from .. import geometry as g
-from ..context import SUMS_AT, Part
+from ..context import SUMS_AT, Fixed, Part
 from ..flow import release, signal, take, wait
 from ..ptx import (
     exp,
@@ -66,51 +66,76 @@ def kda_step(t, record, k):
     return k
 
 
-@cute.jit
-def convolve(t, place, head, b, channel, run):
-    """One channel of the short convolution with SiLU; its window moves on by one token."""
-    p = t.p
-    channels = p.kda_heads * (2 * p.K + p.V)
-    raw = load_bf16(t.row("kda.proj", b, p.K + p.kda_heads + channel))
+class Channel(Fixed):
+    """Registers of one channel of the short convolution: its raw input, window and taps."""
+
+    def __init__(self, taps):
+        self.x, self.weight = cute.make_rmem_tensor(taps, Float32), cute.make_rmem_tensor(taps, Float32)
+
+
+def window_at(t, place, b, i, channel):
+    """Address of the i-th oldest input of a channel in row b's window."""
+    channels = t.p.kda_heads * (2 * t.p.K + t.p.V)
+    taps = t.p.config.short_conv_kernel_size
     window = t.pointer(t.geo.kda_entry + 2 * place + 1)
+    return window + (Int64(b * (taps - 1) + i) * channels + Int64(channel)) * 2
+
+
+def load_channel(t, c, place, b, channel):
+    """All of a channel's loads, on their way together."""
+    p = t.p
     taps = p.config.short_conv_kernel_size
+    for i in range(taps - 1):
+        c.x[i] = load_bf16(window_at(t, place, b, i, channel))
+    c.x[taps - 1] = load_bf16(t.row("kda.proj", b, p.K + p.kda_heads + channel))
+    for i in range(taps):
+        at = i * p.kda_heads * (2 * p.K + p.V)
+        c.weight[i] = load(t.stacked("kda.taps", place, at + channel), Float32)
+
+
+def convolve(t, c):
+    """round(silu(sum of taps))."""
     total = Float32(0)
-    after = cute.make_rmem_tensor(taps - 1, Float32)
-    for i in cutlass.range_constexpr(taps):
-        weight = load(t.stacked("kda.taps", place, i * channels + channel), Float32)
-        x = raw
-        if cutlass.const_expr(i < taps - 1):
-            x = load_bf16(window + (Int64(b * (taps - 1) + i) * channels + Int64(channel)) * 2)
-        if cutlass.const_expr(i > 0):
-            after[i - 1] = x
-        total = total + x * weight
-    if run == 1:
-        for i in cutlass.range_constexpr(taps - 1):
-            store_bf16(window + (Int64(b * (taps - 1) + i) * channels + Int64(channel)) * 2, after[i])
+    for i in range(t.p.config.short_conv_kernel_size):
+        total = total + c.x[i] * c.weight[i]
     return round_bf16(total * sigmoid(total))
+
+
+@cute.jit
+def move_window(t, c, place, b, channel):
+    """The window moves on by one token."""
+    for i in cutlass.range_constexpr(t.p.config.short_conv_kernel_size - 1):
+        store_bf16(window_at(t, place, b, i, channel), c.x[i + 1])
 
 
 @cute.jit
 def vectors(t, place, head, b):
     """q, k (not yet of unit length), v and the decay to scratch; sums of squares of q and k to SUMS."""
     p = t.p
-    run = t.runs(b)
     half = t.tid // WIDTH  # 0: q, then v; 1: k, then the decay
     i = t.tid - half * WIDTH
     keys = p.kda_heads * p.K
-    x = convolve(t, place, head, b, half * keys + head * WIDTH + i, run)
+    first, second = Channel(p.config.short_conv_kernel_size), Channel(p.config.short_conv_kernel_size)
+    own, value = half * keys + head * WIDTH + i, 2 * keys + head * WIDTH + i
+    load_channel(t, first, place, b, own)
+    load_channel(t, second, place, b, value)
+    z = load_bf16(t.row("kda.z", b, head * WIDTH + i))
+    bias = load(t.stacked("kda.dt_bias", place, head * WIDTH + i), Float32)
+    rate = load(t.stacked("kda.rate", place, head), Float32)
+    x = convolve(t, first)
     store_shared(t.scratch + half * K_AT + 4 * i, Float32, x)
     square = warp_sum(x * x)
     if t.lane == 0:
         store_shared(t.small + SUMS_AT + 4 * t.warp, Float32, square)
+    run = t.runs(b)
+    if run == 1:
+        move_window(t, first, place, b, own)
     if half == 0:
-        v = convolve(t, place, head, b, 2 * keys + head * WIDTH + i, run)
-        store_shared(t.scratch + V_AT + 4 * i, Float32, v)
+        store_shared(t.scratch + V_AT + 4 * i, Float32, convolve(t, second))
+        if run == 1:
+            move_window(t, second, place, b, value)
     else:
-        z = load_bf16(t.row("kda.z", b, head * WIDTH + i))
-        z = z + load(t.stacked("kda.dt_bias", place, head * WIDTH + i), Float32)
-        rate = load(t.stacked("kda.rate", place, head), Float32)
-        decay = exp(Float32(p.config.kda_gate_lower_bound) * sigmoid(rate * z))
+        decay = exp(Float32(p.config.kda_gate_lower_bound) * sigmoid(rate * (z + bias)))
         store_shared(t.scratch + DECAY_AT + 4 * i, Float32, decay)
 
 
@@ -158,6 +183,11 @@ def step_unit(t, place, head, b, k):
     """One (head, row)."""
     p = t.p
     vectors(t, place, head, b)
+    value = ROWS * t.warp + (t.lane & (ROWS - 1))
+    gate_at = p.K + p.kda_heads * (1 + 2 * p.K + p.V) + head * WIDTH
+    gate = load_bf16(t.row("kda.proj", b, gate_at + value))
+    norm = load(t.stacked("kda.o_norm", place, value), Float32)
+    beta = sigmoid(load_bf16(t.row("kda.proj", b, p.K + head)))
     S = cute.make_rmem_tensor(4 * ROWS, Float32)
     for i in cutlass.range_constexpr(4 * ROWS):
         S[i] = Float32(0)
@@ -174,8 +204,6 @@ def step_unit(t, place, head, b, k):
     dots = [_dot(S, r, key) for r in range(ROWS)] + [_dot(S, r, q) for r in range(ROWS)]
     mine = halve(dots, t.lane)
     kq = warp_sum(key[0] * q[0] + key[1] * q[1] + key[2] * q[2] + key[3] * q[3])
-    beta = sigmoid(load_bf16(t.row("kda.proj", b, p.K + head)))
-    value = ROWS * t.warp + (t.lane & (ROWS - 1))
     v = load_shared(t.scratch + V_AT + 4 * value, Float32)
     u = beta * (v - mine)  # lanes 0..15
     o = round_bf16(from_other(mine, 16) + u * kq)
@@ -190,10 +218,7 @@ def step_unit(t, place, head, b, k):
         total = total + load_shared(t.small + SUMS_AT + 4 * w, Float32)
     if t.lane < ROWS:
         scale = rsqrt(total * Float32(1.0 / WIDTH) + Float32(p.config.rms_norm_eps))
-        first = p.K + p.kda_heads * (1 + 2 * p.K + p.V) + head * WIDTH
-        gate = sigmoid(load_bf16(t.row("kda.proj", b, first + value)))
-        norm = load(t.stacked("kda.o_norm", place, value), Float32)
-        store_bf16(t.row("kda.y", b, head * WIDTH + value), o * scale * norm * gate)
+        store_bf16(t.row("kda.y", b, head * WIDTH + value), o * scale * norm * sigmoid(gate))
     t.sync()  # scratch and sums are free for the next unit
     return k
 

@@ -79,11 +79,13 @@ def score_source(t, b, j):
 
 @cute.jit
 def mix(t, record):
-    """The mixture on this SM's columns."""
+    """The mixture on this SM's columns: warp b row b, a lane two columns of a group, 8 groups at a time."""
     p = t.p
     part = Part(t, record)
     count, sub, starts = record[g.SNAPSHOTS], record[g.SUB], record[g.START]
     wait(t, record)
+    own = cute.make_rmem_tensor(p.max_sources, Int32)  # running sum first, then the snapshots
+    load_columns(t, own, part, sub, Int32(0))
     if sub > 0:
         pairs = t.B * (count + 1)
         for i in cutlass.range(t.warp, pairs, g.CONSUMERS // 32, unroll=1):
@@ -93,19 +95,31 @@ def mix(t, record):
             if t.lane == 0:
                 store_shared(weight_at(t, b, j), Float32, score)
         t.sync()
-        if t.warp < t.B:
-            soften(t, count)
-        t.sync()
     if t.warp < t.B:
-        b = t.warp
-        pre = t.at("pre") + Int64((sub & 1) * (2 * p.D * t.B))
+        if sub > 0:
+            soften(t, count)
+            cute.arch.sync_warp()
         total = Float32(0)
-        for i in cutlass.range(t.lane, part.n, 32, unroll=1):
-            total = total + mix_group(t, b, 8 * (part.g0 + i), pre, count, sub, starts)
+        for i in cutlass.range(0, part.n, 8, unroll=1):
+            if i > 0:
+                load_columns(t, own, part, sub, i)
+            total = total + mix_columns(t, own, part, i, count, sub, starts)
         total = warp_sum(total)
         if t.lane == 0:
-            store(t.row("h.ssq", b, t.sm), Float32, total)
+            store(t.row("h.ssq", t.warp, t.sm), Float32, total)
     signal(t, record)
+
+
+@cute.jit
+def load_columns(t, own, part, sub, i):
+    """Two columns of every source; what is not there yet is loaded, and not used."""
+    p = t.p
+    b = cutlass.min(t.warp, t.B - 1)
+    group = cutlass.min(part.g0 + i + (t.lane >> 2), part.g0 + part.n - 1)
+    at = Int64((b * p.D + 8 * group + 2 * (t.lane & 3)) * 2)
+    own[0] = load(t.at("pre") + Int64((sub & 1) * (2 * p.D * t.B)) + at, Int32)
+    for j in cutlass.range_constexpr(p.max_sources - 1):
+        own[j + 1] = load(t.at("block") + Int64(j * (2 * p.D * t.B)) + at, Int32)
 
 
 @cute.jit
@@ -121,34 +135,29 @@ def soften(t, count):
 
 
 @cute.jit
-def mix_group(t, b, column, pre, count, sub, starts):
-    """8 columns of row b; returns the sum of their squares."""
+def mix_columns(t, own, part, i, count, sub, starts):
+    """Two columns of row ``warp``; returns the sum of their squares, 0 past the part's groups."""
     p = t.p
-    at = Int64((b * p.D + column) * 2)
-    words = load4(pre + at)
-    if starts == 1:
-        store4(t.at("block") + Int64(count) * (2 * p.D * t.B) + at, words)
-    mixed = cute.make_rmem_tensor(4, Int32)
-    for i in cutlass.range_constexpr(4):
-        mixed[i] = words[i]
+    b = t.warp
+    group = i + (t.lane >> 2)
+    column = 8 * (part.g0 + group) + 2 * (t.lane & 3)
+    mixed = own[0]
     if sub > 0:
-        sums = cute.make_rmem_tensor(8, Float32)
-        for i in cutlass.range_constexpr(8):
-            sums[i] = Float32(0)
-        for j in cutlass.range(count, unroll=1):
-            v = load4(t.at("block") + Int64(j) * (2 * p.D * t.B) + at)
-            weight = load_shared(weight_at(t, b, j), Float32)
-            for i in cutlass.range_constexpr(4):
-                sums[2 * i] = sums[2 * i] + weight * low(v[i])
-                sums[2 * i + 1] = sums[2 * i + 1] + weight * high(v[i])
+        a0, a1 = Float32(0), Float32(0)
+        for j in cutlass.range_constexpr(p.max_sources - 1):
+            if j < count:
+                weight = load_shared(weight_at(t, b, j), Float32)
+                a0 = a0 + weight * low(own[j + 1])
+                a1 = a1 + weight * high(own[j + 1])
         weight = load_shared(weight_at(t, b, count), Float32)
-        for i in cutlass.range_constexpr(4):
-            a = sums[2 * i] + weight * low(words[i])
-            mixed[i] = pack_bf16(a, sums[2 * i + 1] + weight * high(words[i]))
-    store4(t.row("h", b, column), [mixed[i] for i in range(4)])
+        mixed = pack_bf16(a0 + weight * low(own[0]), a1 + weight * high(own[0]))
     total = Float32(0)
-    for i in cutlass.range_constexpr(4):
-        total = total + low(mixed[i]) * low(mixed[i]) + high(mixed[i]) * high(mixed[i])
+    if group < part.n:
+        at = Int64((b * p.D + column) * 2)
+        store(t.at("h") + at, Int32, mixed)
+        if starts == 1:
+            store(t.at("block") + Int64(count) * (2 * p.D * t.B) + at, Int32, own[0])
+        total = low(mixed) * low(mixed) + high(mixed) * high(mixed)
     return total
 
 

@@ -44,7 +44,7 @@ from ..ptx import (
     store_shared,
     tanh,
 )
-from .vector import load_resident, resident_registers, scale_from_parts, scale_of_rows
+from .vector import load_resident, resident_registers, scale_of_rows
 
 ROUNDED = {"kda_in": "kda.proj", "mla_in": "mla.proj", "latent_down": "latent"}
 """Matrices whose products are rounded and kept, with the field that holds them."""
@@ -70,21 +70,21 @@ def normed_stages(t, at, end, word, following, k):
     """This stage and those behind it that read the same vector; returns (at, word, following, k)."""
     p = t.p
     tile = Tiling(1, p.D)
-    record = Record(word)
+    record = Record(word, at)
     wait(t, record)
     sub = record[g.SUB]
-    scale_from_parts(t, "h.ssq", p.column_sms, p.D, p.config.rms_norm_eps)
     x = cute.make_rmem_tensor(resident_registers(tile.chunks, tile.chunk // 32), Int32)
-    load_resident(t, x, t.at("h"), 2 * p.D, t.stacked("gain", sub, 0), tile.chunks, tile.chunk, p.D)
+    parts = ("h.ssq", p.column_sms, p.D, p.config.rms_norm_eps)
+    load_resident(t, x, t.at("h"), 2 * p.D, t.stacked("gain", sub, 0), tile, parts)
     more = Int32(1)
     while more == 1:
-        record = Record(word)
+        record = Record(word, at)
         k = products(t, x, record, k, tile.chunks, tile.chunk // 32, finish_normed)
         signal(t, record)
         at += 1
         word = following
         following = fetch(t, at + 1, end)
-        record = Record(word)
+        record = Record(word, at)
         same = is_normed(record[0]) & (record[g.SUB] == sub) & (at < end)
         more = select_int(same, Int32(1), Int32(0))
     return at, word, following, k
@@ -100,7 +100,7 @@ def mla_query(t, record, k):
     x = cute.make_rmem_tensor(resident_registers(tile.chunks, tile.chunk // 32), Int32)
     row_bytes = 2 * t.geo.fields["mla.proj"].shape[-1]
     gain = t.stacked("mla.q_gain", record[g.STACK])
-    load_resident(t, x, t.at("mla.proj"), row_bytes, gain, tile.chunks, tile.chunk, p.Q)
+    load_resident(t, x, t.at("mla.proj"), row_bytes, gain, tile, None)
     k = products(t, x, record, k, tile.chunks, tile.chunk // 32, finish_query)
     signal(t, record)
     return k

@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, Int64, cute
 from ...layout import tiling
 from ...resources import CONSUMER_WARPS
 from .. import geometry as g
-from ..context import SCALE_AT, Part
+from ..context import SCALE_AT, Fixed, Part
 from ..flow import release, signal, take, wait
 from ..geometry import MATRICES, MOST_GROUPS
 from ..ptx import (
@@ -115,6 +115,8 @@ def residual_stage(t, record, k):
     for i in cutlass.range_constexpr(4 * MOST_GROUPS):
         sums[i] = Float32(0)
     load_chunk(t, ahead, source, row_bytes, c0 * blocks * 32, blocks, columns, gain, normed, count)
+    own = Own(p)
+    load_own(t, own, record, part, kind)
     for c in cutlass.range(c0, c1, unroll=1):
         for i in cutlass.range_constexpr(4 * count):
             x[i] = ahead[i]
@@ -124,9 +126,41 @@ def residual_stage(t, record, k):
             if i < part.n:
                 multiply(t, x, sums, i, k, blocks, count)
                 k += 1
-    finish(t, record, part, sums, kind)
+    finish(t, record, part, sums, kind, own)
     signal(t, record)
     return k
+
+
+class Own(Fixed):
+    """Registers of what a lane needs at the end of a stage: its columns l and l + 32 of row ``warp``.
+
+    Attributes:
+        pre, u, shared: running sum, direction of the next mixture, the shared expert's sums; two each.
+        blocks: two of every snapshot.
+    """
+
+    def __init__(self, p):
+        self.pre, self.u, self.shared = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
+        self.blocks = cute.make_rmem_tensor(2 * p.max_sources, Float32)
+
+
+@cute.jit
+def load_own(t, own, record, part, kind):
+    """On their way while the products are made. What is not there yet is loaded, and not used."""
+    p = t.p
+    sub = record[g.SUB]
+    b = cutlass.min(t.warp, t.B - 1)
+    old = t.at("pre") + Int64((sub & 1) * (2 * p.D * t.B))
+    for half in cutlass.range_constexpr(2):
+        column = cutlass.min(8 * part.g0 + t.lane + 32 * half, p.D - 1)
+        own.pre[half] = load_bf16(old + Int64((b * p.D + column) * 2))
+        own.u[half] = load(t.stacked("direction", sub + 1, column), Float32)
+        own.shared[half] = Float32(0)
+        if cutlass.const_expr("shared" in t.geo.fields):
+            own.shared[half] = load(t.row("shared", b, column), Float32)
+        for j in cutlass.range_constexpr(p.max_sources - 1):
+            at = Int64(((j * t.B + b) * p.D + column) * 2)
+            own.blocks[2 * j + half] = load_bf16(t.at("block") + at)
 
 
 @cute.jit
@@ -149,7 +183,7 @@ def partial(t, warp, group, index):
 
 
 @cute.jit
-def finish(t, record, part, sums, kind):
+def finish(t, record, part, sums, kind, own):
     """Add the warps' sums in their order; warp b then holds row b, a lane its columns l and l + 32."""
     t.sync()
     for i in cutlass.range_constexpr(MOST_GROUPS):
@@ -158,7 +192,7 @@ def finish(t, record, part, sums, kind):
     t.sync()
     if t.warp < t.B:
         b = t.warp
-        width = 8 * part.n
+        width = cutlass.min(8 * part.n, t.p.D - 8 * part.g0)
         for half in cutlass.range_constexpr(2):
             column = t.lane + 32 * half
             value = Float32(0)
@@ -166,65 +200,53 @@ def finish(t, record, part, sums, kind):
                 value = value + load_shared(partial(t, w, column >> 3, b * 8 + (column & 7)), Float32)
             sums[half] = value
         if kind == MATRICES.index("shared_out"):
-            keep_shared(t, record, part, sums, b, width)
+            keep_shared(t, record, part, sums, b, width, own)
         else:
-            end_sublayer(t, record, part, sums, b, width, kind)
+            end_sublayer(t, record, part, sums, b, width, kind, own)
 
 
 @cute.jit
-def keep_shared(t, record, part, sums, b, width):
+def keep_shared(t, record, part, sums, b, width, own):
     """float32 sums of a piece of the shared expert's columns, on top of the piece before it."""
     if cutlass.const_expr("shared" in t.geo.fields):
         later = record[6] > 0
         for half in cutlass.range_constexpr(2):
             column = t.lane + 32 * half
             if column < width:
-                address = t.row("shared", b, 8 * part.g0 + column)
-                value = sums[half]
-                if later:
-                    value = load(address, Float32) + value
-                store(address, Float32, value)
+                value = sums[half] + select(later, own.shared[half], Float32(0))
+                store(t.row("shared", b, 8 * part.g0 + column), Float32, value)
 
 
 @cute.jit
-def end_sublayer(t, record, part, sums, b, width, kind):
+def end_sublayer(t, record, part, sums, b, width, kind, own):
     """Add to the running sum, and score the sources of the next mixture on this SM's columns."""
     p = t.p
     first, sub, starts = 8 * part.g0, record[g.SUB], record[g.START]
-    old = t.at("pre", 0) + Int64((sub & 1) * (2 * p.D * t.B))
     new = t.at("pre", 0) + Int64(((sub + 1) & 1) * (2 * p.D * t.B))
     pre = cute.make_rmem_tensor(2, Float32)
-    u = cute.make_rmem_tensor(2, Float32)
     for half in cutlass.range_constexpr(2):
         column = t.lane + 32 * half
-        pre[half], u[half] = Float32(0), Float32(0)
-        if (column < width) & (first + column < p.D):
-            value = round_bf16(sums[half])
-            if cutlass.const_expr("shared" in t.geo.fields):
-                if kind == MATRICES.index("latent_up"):
-                    other = load(t.row("shared", b, first + column), Float32)
-                    value = round_bf16(value + round_bf16(other))
-            at = Int64((b * p.D + first + column) * 2)
-            if starts == 0:
-                value = round_bf16(load_bf16(old + at) + value)
-            store_bf16(new + at, value)
-            pre[half] = value
-            u[half] = load(t.stacked("direction", sub + 1, first + column), Float32)
+        value = round_bf16(sums[half])
+        both = round_bf16(value + round_bf16(own.shared[half]))
+        value = select(kind == MATRICES.index("latent_up"), both, value)
+        value = select(starts == 1, value, round_bf16(own.pre[half] + value))
+        if column < width:
+            store_bf16(new + Int64((b * p.D + first + column) * 2), value)
+        pre[half] = value
     count = record[g.SNAPSHOTS]
-    for j in cutlass.range(count + 1, unroll=1):
-        square, product = Float32(0), Float32(0)
-        for half in cutlass.range_constexpr(2):
-            column = t.lane + 32 * half
-            v = pre[half]
-            if (j < count) & (column < width) & (first + column < p.D):
-                v = load_bf16(t.at("block") + Int64(((j * t.B + b) * p.D + first + column) * 2))
-            square = square + v * v
-            product = product + v * u[half]
-        square, product = warp_sum(square), warp_sum(product)
-        if t.lane < 2:
-            value = select(t.lane == 0, square, product)
-            place = ((b * p.max_sources + j) * 2 + t.lane) * p.sms + t.sm
-            store(t.at("score") + Int64(place) * 4, Float32, value)
+    for j in cutlass.range_constexpr(p.max_sources):
+        if j <= count:
+            square, product = Float32(0), Float32(0)
+            for half in cutlass.range_constexpr(2):
+                v = select(j == count, pre[half], own.blocks[2 * j + half])
+                v = select(t.lane + 32 * half < width, v, Float32(0))
+                square = square + v * v
+                product = product + v * select(t.lane + 32 * half < width, own.u[half], Float32(0))
+            square, product = warp_sum(square), warp_sum(product)
+            if t.lane < 2:
+                value = select(t.lane == 0, square, product)
+                place = ((b * p.max_sources + j) * 2 + t.lane) * p.sms + t.sm
+                store(t.at("score") + Int64(place) * 4, Float32, value)
 
 
 __all__ = ["INPUTS", "residual_stage"]

@@ -27,6 +27,7 @@ from ..ptx import (
     pack_bf16,
     round_bf16,
     rsqrt,
+    select,
     store4_shared,
     store_shared,
     warp_sum,
@@ -61,13 +62,20 @@ def scale_from_parts(t, name, parts, count, eps):
 def scale_of_rows(t, name, first, count, eps):
     """Row scales of columns ``first .. first + count`` of a bf16 field [B, columns]; one warp a row."""
     if t.warp < t.B:
+        rounds = (count // 8 + 31) // 32
+        words = cute.make_rmem_tensor(4 * rounds, Int32)
+        for i in cutlass.range_constexpr(rounds):
+            at = cutlass.min(t.lane + 32 * i, count // 8 - 1)
+            piece = load4(t.row(name, t.warp, first + 8 * at))
+            for j in cutlass.range_constexpr(4):
+                words[4 * i + j] = piece[j]
         total = Float32(0)
-        for i in cutlass.range((count // 8 + 31) // 32, unroll=1):
-            at = t.lane + 32 * i
-            if at < count // 8:
-                words = load4(t.row(name, t.warp, first + 8 * at))
-                for j in cutlass.range_constexpr(4):
-                    total = total + low(words[j]) * low(words[j]) + high(words[j]) * high(words[j])
+        for i in cutlass.range_constexpr(rounds):
+            part = Float32(0)
+            for j in cutlass.range_constexpr(4):
+                w = words[4 * i + j]
+                part = part + low(w) * low(w) + high(w) * high(w)
+            total = total + select(t.lane + 32 * i < count // 8, part, Float32(0))
         total = warp_sum(total)
         if t.lane == 0:
             scale = rsqrt(total * Float32(1.0 / count) + Float32(eps))
@@ -82,65 +90,80 @@ def normed_word(word, gain, scale):
     return pack_bf16(a, b)
 
 
-@cute.jit
-def normed_to_shared(t, source, row_bytes, gain, column, columns, pitch):
-    """``[B, columns]`` normed numbers from ``column`` on, to scratch with ``pitch`` bytes a row.
-
-    Args:
-        source: address of the raw vectors, ``row_bytes`` a row; gain: of their gains.
-    """
-    units = columns // 8
-    for i in cutlass.range(t.tid, t.B * units, g.CONSUMERS, unroll=1):
-        b = i // units
-        at = column + 8 * (i - b * units)
-        raw = load4(source + Int64(b * row_bytes + 2 * at))
-        gains = load4(gain + Int64(2 * at))
-        scale = load_shared(t.small + SCALE_AT + 4 * b, Float32)
-        words = [normed_word(raw[j], gains[j], scale) for j in range(4)]
-        store4_shared(t.scratch + b * pitch + 2 * (at - column), words)
-
-
 def resident_registers(chunks, blocks):
     """Registers of a lane for a vector that stays in them: chunks of ``blocks`` blocks."""
     return 4 * chunks * (-(-blocks // CONSUMER_WARPS))
 
 
 @cute.jit
-def load_resident(t, x, source, row_bytes, gain, chunks, chunk_columns, columns):
-    """Fill ``x``, the registers of a whole normed vector of ``columns`` columns in ``chunks`` chunks.
+def load_resident(t, x, source, row_bytes, gain, tile: cutlass.Constexpr, parts: cutlass.Constexpr):
+    """Fill ``x``, the registers of a whole normed vector of ``tile.columns`` columns.
 
-    The scales must be in shared memory. Chunks pass through scratch, as many at a time as fit.
+    Chunks pass through scratch, as many at a time as fit. All loads of a pass are on their way together,
+    and with them the sums of squares: one trip to memory a pass.
+
+    Args:
+        source: address of the raw vectors, ``row_bytes`` a row; ``gain``: of their gains.
+        parts: arguments of :func:`scale_from_parts`; None if the scales are in shared memory.
     """
-    blocks = chunk_columns // 32
-    mine = -(-blocks // CONSUMER_WARPS)
-    fit = max(1, g.SCRATCH_BYTES // (t.B * (2 * chunk_columns + ROW_PADDING)))
-    token, piece = t.lane >> 2, t.lane & 3
-    for c0 in cutlass.range_constexpr(0, chunks, fit):
-        now = min(fit, chunks - c0)
-        pitch = 2 * now * chunk_columns + ROW_PADDING
-        real = min(now * chunk_columns, columns - c0 * chunk_columns)
+    columns = tile.chunk
+    fit = max(1, g.SCRATCH_BYTES // (t.B * (2 * columns + ROW_PADDING)))
+    for c0 in cutlass.range_constexpr(0, tile.chunks, fit):
+        now = min(fit, tile.chunks - c0)
+        pitch = 2 * now * columns + ROW_PADDING
+        units = min(now * columns, tile.columns - c0 * columns) // 8
+        mine = -(-units // g.CONSUMERS)
+        raw = cute.make_rmem_tensor(4 * mine * t.B, Int32)
+        gains = cute.make_rmem_tensor(4 * mine, Int32)
+        for i in cutlass.range_constexpr(mine):
+            at = 16 * cutlass.min(t.tid + g.CONSUMERS * i, units - 1) + 2 * c0 * columns
+            _keep(gains, 4 * i, load4(gain + Int64(at)))
+            for b in cutlass.range_constexpr(t.B):
+                _keep(raw, 4 * (i * t.B + b), load4(source + Int64(b * row_bytes + at)))
+        if cutlass.const_expr(parts is not None and c0 == 0):
+            scale_from_parts(t, *parts)
+        else:
+            t.sync()
+        for i in cutlass.range_constexpr(mine):
+            unit = t.tid + g.CONSUMERS * i
+            if unit < units:
+                for b in cutlass.range_constexpr(t.B):
+                    scale = load_shared(t.small + SCALE_AT + 4 * b, Float32)
+                    words = [normed_word(raw[4 * (i * t.B + b) + j], gains[4 * i + j], scale) for j in range(4)]
+                    store4_shared(t.scratch + b * pitch + 16 * unit, words)
         t.sync()
-        normed_to_shared(t, source, row_bytes, gain, c0 * chunk_columns, real, pitch)
-        t.sync()
-        for c in cutlass.range_constexpr(now):
-            for j in cutlass.range_constexpr(mine):
-                block = t.warp + CONSUMER_WARPS * j
-                at = ((c0 + c) * mine + j) * 4
-                for i in cutlass.range_constexpr(4):
-                    x[at + i] = Int32(0)
-                column = c * chunk_columns + 32 * block + 8 * piece
-                inside = (token < t.B) & (block < blocks) & (column < real)
-                if inside:
-                    words = load4_shared(t.scratch + token * pitch + 2 * column)
-                    for i in cutlass.range_constexpr(4):
-                        x[at + i] = words[i]
+        fragments(t, x, tile, c0, now, pitch, units)
     t.sync()
 
 
+def _keep(registers, at, words):
+    for j in range(4):
+        registers[at + j] = words[j]
+
+
+@cute.jit
+def fragments(
+    t, x, tile: cutlass.Constexpr, c0: cutlass.Constexpr, now: cutlass.Constexpr, pitch, units: cutlass.Constexpr
+):
+    """This lane's registers of chunks ``c0 .. c0 + now`` out of scratch."""
+    blocks = tile.chunk // 32
+    mine = -(-blocks // CONSUMER_WARPS)
+    token, piece = t.lane >> 2, t.lane & 3
+    for c in cutlass.range_constexpr(now):
+        for j in cutlass.range_constexpr(mine):
+            block = t.warp + CONSUMER_WARPS * j
+            at = ((c0 + c) * mine + j) * 4
+            for i in cutlass.range_constexpr(4):
+                x[at + i] = Int32(0)
+            unit = (c * tile.chunk + 32 * block) // 8 + piece
+            if (token < t.B) & (block < blocks) & (unit < units):
+                words = load4_shared(t.scratch + token * pitch + 16 * unit)
+                for i in cutlass.range_constexpr(4):
+                    x[at + i] = words[i]
+
+
 __all__ = [
-    "ROW_PADDING",
     "load_resident",
-    "normed_to_shared",
     "normed_word",
     "resident_registers",
     "scale_from_parts",

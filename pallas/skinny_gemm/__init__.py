@@ -1,0 +1,215 @@
+"""Skinny GEMM: matrices times at most 8 tokens, read once at memory speed, several in one launch.
+
+::
+
+    y[b, n] = sum_k x[b, k] W[n, k]        W as in the parameter tree, [out, in] bfloat16
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...layers.linear import einsum
+from .._launch import Interpret, launch, require, sm_count
+from . import configs, kernel
+from .configs import ROWS, SWIZZLED_COLUMNS, TOKENS, Config
+from .kernel import Epilogue, Plan, Refs
+from .partition import Partition
+
+SITU_CONSTANTS = (4.0, 25.0)
+"""K3's activation_situ_beta and activation_situ_linear_beta."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One matrix of a launch, or a gate and an up matrix.
+
+    Attributes:
+        weights: bfloat16 [N, K]; two of them, gate then up, with SITU.
+        epilogue: ROUND gives bfloat16 [8, N], WIDE float32 [8, N], SITU bfloat16 [8, N], PARTIAL
+            float32 [slots, 8, N] whose sum over slots, in order, is the product.
+        x: index of the activations it reads.
+    """
+
+    weights: tuple[Any, ...]
+    epilogue: Epilogue = Epilogue.ROUND
+    x: int = 0
+
+
+def supports(xs: Sequence[Any], products: Sequence[Product]) -> tuple[str, ...]:
+    """Why the kernel does not take these shapes and dtypes; () if it does.
+
+    Args:
+        xs: arrays or shapes [8, K].
+        products: weights as arrays or shapes.
+    """
+    reasons = []
+    for i, x in enumerate(xs):
+        if len(x.shape) != 2 or x.shape[0] != TOKENS or x.dtype != jnp.bfloat16:
+            reasons.append(f"x {i}: expected bfloat16 [8, K], got {x.dtype} {tuple(x.shape)}")
+        elif x.shape[1] % SWIZZLED_COLUMNS:
+            reasons.append(f"x {i}: expected K in multiples of 64, got {x.shape[1]}")
+    partial_sums = {product.epilogue is Epilogue.PARTIAL for product in products}
+    if len(partial_sums) > 1:
+        reasons.append("products: expected PARTIAL for all or none")
+    if partial_sums == {False} and len({xs[product.x].shape[-1] for product in products}) > 1:
+        reasons.append("products: expected one inner width K unless all are PARTIAL")
+    for i, product in enumerate(products):
+        wanted = 2 if product.epilogue is Epilogue.SITU else 1
+        if len(product.weights) != wanted:
+            reasons.append(f"product {i}: expected {wanted} weights, got {len(product.weights)}")
+        for w in product.weights:
+            if len(w.shape) != 2 or w.dtype != jnp.bfloat16 or w.shape[1] != xs[product.x].shape[-1]:
+                k = xs[product.x].shape[-1]
+                reasons.append(f"product {i}: expected bfloat16 [N, {k}], got {w.dtype} {tuple(w.shape)}")
+        n = product.weights[0].shape[0]
+        if product.epilogue is Epilogue.PARTIAL and n % ROWS:
+            reasons.append(f"product {i}: expected N in multiples of 64 for PARTIAL, got {n}")
+    return tuple(reasons)
+
+
+def reference(
+    xs: Sequence[jax.Array], products: Sequence[Product], situ: tuple[float, float] = SITU_CONSTANTS
+) -> tuple[jax.Array, ...]:
+    """The results in plain jnp; PARTIAL has one slot."""
+    results = []
+    for product in products:
+        sums = [einsum("bk,nk->bn", xs[product.x], w) for w in product.weights]
+        match product.epilogue:
+            case Epilogue.ROUND:
+                results.append(sums[0].astype(jnp.bfloat16))
+            case Epilogue.WIDE:
+                results.append(sums[0])
+            case Epilogue.PARTIAL:
+                results.append(sums[0][None])
+            case Epilogue.SITU:
+                b, c = situ
+                g, u = (s.astype(jnp.bfloat16).astype(jnp.float32) for s in sums)
+                y = b * jnp.tanh(g / b) * jax.nn.sigmoid(g) * (c * jnp.tanh(u / c))
+                results.append(y.astype(jnp.bfloat16))
+    return tuple(results)
+
+
+def skinny_gemm(
+    xs: Sequence[jax.Array],
+    products: Sequence[Product],
+    situ: tuple[float, float] = SITU_CONSTANTS,
+    *,
+    interpret: Interpret = False,
+    sms: int | None = None,
+    config: Config | None = None,
+) -> tuple[jax.Array, ...]:
+    """All products in one launch; float32 sums over k in a fixed order.
+
+    Args:
+        xs: bfloat16 [8, K] activations; rows past the batch are multiplied like any other.
+        products: what to compute; see :class:`Product`.
+        situ: b and c of SiTU ``b tanh(g/b) sigmoid(g) c tanh(u/c)``.
+        config: tile sizes; default :func:`configs.choose`.
+
+    Returns:
+        one array per product.
+
+    Raises:
+        NotImplementedError: :func:`supports` has reasons.
+    """
+    require("skinny_gemm", supports(xs, products))
+    plan = make_plan(xs, products, situ, sm_count(interpret, sms), config, dependent=not interpret)
+    counts = [len(product.weights) for product in products]
+
+    def run(*refs: Any, **ring: Any) -> None:
+        flat = list(refs)
+        x = [flat.pop(0) for _ in xs]
+        w = [[flat.pop(0) for _ in range(count)] for count in counts]
+        kernel.body(plan, Refs(x=x, w=w, out=flat, **ring))
+
+    weights = [_padded(w) for product in products for w in product.weights]
+    outs = launch(
+        run,
+        [*xs, *weights],
+        out_type=tuple(_result(plan, i) for i in range(len(products))),
+        scratch_types=kernel.scratch(plan),
+        ctas=plan.partition.ctas,
+        interpret=interpret,
+        name="k3_skinny_gemm",
+    )
+    true_rows = (product.weights[0].shape[0] for product in products)
+    return tuple(out if out.shape[-1] == n else out[..., :n] for out, n in zip(outs, true_rows, strict=True))
+
+
+def make_plan(
+    xs: Sequence[Any],
+    products: Sequence[Product],
+    situ: tuple[float, float],
+    ctas: int,
+    config: Config | None = None,
+    *,
+    dependent: bool = True,
+) -> Plan:
+    """What the kernel is specialised to, for arrays or shapes.
+
+    Args:
+        ctas: CTAs that share the weights.
+        config: as in :func:`skinny_gemm`.
+        dependent: whether ``config.overlap`` can be had; the interpreter knows no launches.
+    """
+    gated = any(product.epilogue is Epilogue.SITU for product in products)
+    split = products[0].epilogue is Epilogue.PARTIAL
+    rows = tuple(_padded_rows(product.weights[0].shape[0]) for product in products)
+    widths = [x.shape[1] for x in xs]
+    # Split sums of two overlapping blocks would not be cut at the same columns.
+    whole_pairs = not split or all(n % (2 * ROWS) == 0 for n in rows)
+    config = configs.choose(widths) if config is None else config
+    config = configs.fit(config, widths, blocks=2 if gated else config.blocks if whole_pairs else 1)
+    tiles = tuple(
+        -(-n // (ROWS * (1 if product.epilogue is Epilogue.SITU else config.blocks)))
+        for n, product in zip(rows, products, strict=True)
+    )
+    chunks = tuple(widths[product.x] // config.columns for product in products)
+    return Plan(
+        config=config,
+        partition=Partition(tiles, chunks, ctas, split),
+        epilogues=tuple(product.epilogue for product in products),
+        inputs=tuple(product.x for product in products),
+        rows=rows,
+        situ=situ,
+        dependent=dependent and config.overlap,
+    )
+
+
+def _result(plan: Plan, p: int) -> jax.ShapeDtypeStruct:
+    shape: tuple[int, ...] = (TOKENS, plan.rows[p])
+    if plan.epilogues[p] is Epilogue.PARTIAL:
+        return jax.ShapeDtypeStruct((plan.partition.slots(p), *shape), jnp.float32)
+    wide = plan.epilogues[p] is Epilogue.WIDE
+    return jax.ShapeDtypeStruct(shape, jnp.float32 if wide else jnp.bfloat16)
+
+
+def _padded_rows(n: int) -> int:
+    return max(ROWS, -(-n // 8) * 8)
+
+
+def _padded(w: jax.Array) -> jax.Array:
+    """The matrix with rows that TMA can address: a copy for fewer than 64 rows or no multiple of 8.
+
+    At K3's widths no matrix needs one; b_proj of small models and of shards does.
+    """
+    extra = _padded_rows(w.shape[0]) - w.shape[0]
+    return jnp.pad(w, ((0, extra), (0, 0))) if extra else w
+
+
+__all__ = [
+    "SITU_CONSTANTS",
+    "Config",
+    "Epilogue",
+    "Product",
+    "make_plan",
+    "reference",
+    "skinny_gemm",
+    "supports",
+]

@@ -1,0 +1,48 @@
+"""Logits and greedy tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from k3jax.pallas.head import greedy, head, reference, supports
+from support.pallas_ops import Case, OpTests, sds
+
+
+def make(width: int, words: int) -> tuple[Any, ...]:
+    rng = np.random.default_rng(words)
+    return tuple(
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((8, width), (words, width))
+    )
+
+
+def check(result: Any, x: Any, weight: Any) -> None:
+    logits, tokens = result
+    want = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    # float32 sums: 2^-24 for each of up to 7,168 products of the largest partial sum.
+    np.testing.assert_allclose(np.asarray(logits), want, rtol=0, atol=1e-5 * np.abs(want).max())
+    np.testing.assert_array_equal(np.asarray(tokens), np.asarray(logits).argmax(axis=1))
+
+
+class TestHead(OpTests):
+    op = staticmethod(head)
+    reference = staticmethod(reference)
+    cases = (
+        Case("nano's head", partial(make, 256, 512), check),
+        Case("a ragged vocabulary", partial(make, 128, 200), check),
+        Case("an eighth of K3's head", partial(make, 7168, 20480), check, interpret=False),
+    )
+
+
+def test_the_lowest_of_equal_logits_wins() -> None:
+    logits = jnp.zeros((2, 300)).at[0, 7].set(1).at[0, 250].set(1)
+    assert greedy(logits).tolist() == [7, 0]
+    assert greedy(logits).dtype == jnp.int32
+
+
+def test_supports_passes_on_the_reasons_of_the_product() -> None:
+    (reason,) = supports(sds((8, 100), jnp.bfloat16), sds((64, 100), jnp.bfloat16))
+    assert "multiples of 64, got 100" in reason
