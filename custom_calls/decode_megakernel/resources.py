@@ -7,12 +7,18 @@ from collections.abc import Iterator
 from .instructions import MAX_WAITS, RECORD, Instruction, Op
 from .layout import matrix_name, tiling
 from .schedule import Schedule
-from .shapes import Plan
+from .shapes import Plan, Target
 
 RING_STAGES = 6
+"""Stages of the ring that the producer warp fills: 180 KB, five microseconds of one SM's stream."""
 RING_STAGE_BYTES = 30_720
+"""Bytes of a stage: 8 rows of the widest chunk (1,920 bf16 columns), or of w1 and w3 of an expert."""
 CONSUMER_WARPS = 8
 THREADS = 32 * (CONSUMER_WARPS + 1)
+PARTITIONS = 4
+"""Schedulers of an SM, with a quarter of its registers each; warps are dealt to them in turn."""
+REGISTER_UNIT = 8
+"""Registers a thread come in multiples of it."""
 REDUCTION_BYTES = 2 * CONSUMER_WARPS * 128 * 4
 """Partial sums of the warps, 16 rows x 8 tokens float32 each, two in turn."""
 RECORD_BYTES = 4 * 4 * RECORD
@@ -60,16 +66,22 @@ def registers(p: Plan, ins: Instruction) -> int:
     return BASE_REGISTERS + -(-t.chunk // 64) + 4 * groups
 
 
+def most_registers(target: Target) -> int:
+    """Registers a thread that a block of THREADS can have: its fullest scheduler holds 3 of the 9 warps."""
+    warps = -(-(THREADS // 32) // PARTITIONS)
+    return min(255, target.registers // PARTITIONS // warps // 32 // REGISTER_UNIT * REGISTER_UNIT)
+
+
 def resource_problems(s: Schedule) -> Iterator[str]:
     """Stages that do not fit an SM of the target."""
     target = s.plan.target
-    most_registers = min(255, target.registers // THREADS // 8 * 8)
+    most = most_registers(target)
     seen: set[Op] = set()
     for at, ins in enumerate(s.instructions):
-        if ins.sm1 > ins.sm0 and registers(s.plan, ins) > most_registers:
+        if ins.sm1 > ins.sm0 and registers(s.plan, ins) > most:
             yield (
                 f"instruction {at} ({ins.op.name}): {registers(s.plan, ins)} registers a lane, "
-                f"the target has {most_registers}"
+                f"the target has {most}"
             )
         if ins.op not in seen and shared_bytes(s.plan, ins.op) > target.shared_bytes:
             seen.add(ins.op)
@@ -88,6 +100,7 @@ __all__ = [
     "RING_STAGES",
     "RING_STAGE_BYTES",
     "THREADS",
+    "most_registers",
     "registers",
     "resource_problems",
     "shared_bytes",

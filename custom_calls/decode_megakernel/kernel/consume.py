@@ -7,7 +7,6 @@ import cutlass
 from cutlass import Int32, cute
 
 from ..instructions import Op
-from . import geometry as g
 from .context import Record
 from .flow import fetch
 from .stages.attend import mla_attend, mla_row
@@ -16,20 +15,59 @@ from .stages.experts import expert_in, expert_out
 from .stages.kda import kda_step
 from .stages.mixture import embed, finish, mix
 from .stages.narrow import kda_decay, mla_absorb, mla_value
-from .stages.residual import INPUTS, residual_stage
+from .stages.residual import residual_stage
 from .stages.resident import is_normed, mla_query, normed_stages
 from .stages.route import route
 
-WITHOUT_TILES = {Op.EMBED: embed, Op.MIX: mix, Op.FINISH: finish}
+RESIDUAL = (Op.KDA_OUT, Op.MLA_OUT, Op.SHARED_DOWN, Op.LATENT_UP, Op.DENSE_DOWN)
+ALWAYS = {Op.EMBED: embed, Op.MIX: mix, Op.FINISH: finish, **dict.fromkeys(RESIDUAL, residual_stage)}
 KDA = {Op.KDA_DECAY: kda_decay, Op.KDA_STEP: kda_step}
-MLA = {Op.MLA_QUERY: mla_query, Op.MLA_ABSORB: mla_absorb, Op.MLA_ATTEND: mla_attend, Op.MLA_VALUE: mla_value}
-MOE = {Op.EXPERT_IN: expert_in, Op.EXPERT_OUT: expert_out}
+MLA = {
+    Op.MLA_QUERY: mla_query,
+    Op.MLA_ROW: mla_row,
+    Op.MLA_ABSORB: mla_absorb,
+    Op.MLA_ATTEND: mla_attend,
+    Op.MLA_VALUE: mla_value,
+}
+MOE = {Op.ROUTE: route, Op.EXPERT_IN: expert_in, Op.EXPERT_OUT: expert_out, Op.COMBINE: combine}
+WITHOUT_TILES = (embed, mix, finish, mla_row, route, combine)
+"""Stages that take nothing from the ring."""
+
+
+def stages_of(p):
+    """(codes, stage) of every stage of the plan but the normed ones."""
+    c = p.config
+    table = dict(ALWAYS)
+    table |= KDA if c.num_kda_layers else {}
+    table |= MLA if c.num_mla_layers else {}
+    table |= MOE if c.num_moe_layers else {}
+    out = {}
+    for code, stage in table.items():
+        out.setdefault(stage, []).append(int(code))
+    return tuple((tuple(codes), stage) for stage, codes in out.items())
+
+
+@cute.jit
+def run(t, record, op, k, stages: cutlass.Constexpr):
+    """The stage of an operation: nested choices of one number, which the compiler makes one jump."""
+    codes, stage = stages[0]
+    here = op == codes[0]
+    for code in codes[1:]:
+        here = here | (op == code)
+    if here:
+        if cutlass.const_expr(stage in WITHOUT_TILES):
+            stage(t, record)
+        else:
+            k = stage(t, record, k)
+    else:
+        if cutlass.const_expr(len(stages) > 1):
+            k = run(t, record, op, k, stages[1:])
+    return k
 
 
 @cute.jit
 def consume(t):
     """Run this SM's whole program."""
-    c = t.p.config
     at, end = t.first, t.last
     k = Int32(0)
     word = fetch(t, at, end)
@@ -40,42 +78,11 @@ def consume(t):
         if is_normed(op):
             at, word, following, k = normed_stages(t, at, end, word, following, k)
         else:
-            for code, stage in WITHOUT_TILES.items():
-                if op == int(code):
-                    stage(t, record)
-            if is_residual(record):
-                k = residual_stage(t, record, k)
-            if cutlass.const_expr(c.num_kda_layers > 0):
-                for code, stage in KDA.items():
-                    if op == int(code):
-                        k = stage(t, record, k)
-            if cutlass.const_expr(c.num_mla_layers > 0):
-                for code, stage in MLA.items():
-                    if op == int(code):
-                        k = stage(t, record, k)
-                if op == int(Op.MLA_ROW):
-                    mla_row(t, record)
-            if cutlass.const_expr(c.num_moe_layers > 0):
-                for code, stage in MOE.items():
-                    if op == int(code):
-                        k = stage(t, record, k)
-                if op == int(Op.ROUTE):
-                    route(t, record)
-                if op == int(Op.COMBINE):
-                    combine(t, record)
+            k = run(t, record, op, k, stages_of(t.p))
             at += 1
             word = following
             following = fetch(t, at + 1, end)
     return k
-
-
-def is_residual(record):
-    """Whether an instruction is one of the chunked matrix stages."""
-    kind = record[g.MATRIX]
-    same = kind == -2
-    for name in INPUTS:
-        same = same | (kind == g.MATRICES.index(name))
-    return same
 
 
 __all__ = ["consume"]

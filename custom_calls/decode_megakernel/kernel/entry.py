@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Constexpr, Int32, Int64, cute
 from cutlass.utils import SmemAllocator
 
-from k3jax.state import STATUS_BAD_TOKEN, STATUS_FULL
+from k3jax.state import CACHE_BLOCK, STATUS_BAD_TOKEN, STATUS_FULL
 
 from ..operands import COUNTER_WORDS, packed_shapes
 from ..resources import CONSUMER_WARPS, RING_STAGES, THREADS
@@ -123,7 +123,7 @@ def step(fixed: dict, moving: dict, results: dict, geo: Constexpr):
     starts = _address(operands["starts"]) + Int64(4 * sm)
     bank = work + Int64(geo.offset("counters"))
     bank = bank + Int64((epoch & 1) * (4 * COUNTER_WORDS * geo.schedule.counters))
-    rows = [s["cache"].shape[1] for s in operands["state"] if "cache" in s]
+    limit = load(_address(operands["max_length"]), Int32)
     t = Context(
         geo,
         sm=sm,
@@ -146,7 +146,7 @@ def step(fixed: dict, moving: dict, results: dict, geo: Constexpr):
         logits=_address(results["logits"]),
         token_out=_address(results["token"]),
         epoch_out=_address(results["epoch"]),
-        cache_rows=rows[0] if rows else 0,
+        cache_rows=(limit + (CACHE_BLOCK - 1)) // CACHE_BLOCK * CACHE_BLOCK,
         policy=evict_first(),
     )
     prepare(t, operands, _pointers(geo, operands))

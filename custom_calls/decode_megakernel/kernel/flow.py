@@ -10,8 +10,10 @@ from ..operands import COUNTER_WORDS, FAULT_TIMEOUT
 from ..resources import CONSUMER_WARPS, RING_STAGE_BYTES, RING_STAGES
 from .context import DEAD_AT, EMPTY_AT, FULL_AT, RUN_AT
 from .geometry import WAITS
-from .ptx import bulk_copy, from_lane, gmem, load, load_shared, sleep, store, store_shared
+from .ptx import bulk_copy, from_lane, gmem, load, load_shared, select_int, sleep, store, store_shared
 
+SMALL_TILE = 16_384
+"""Up to this many bytes a tile does not count towards the copies in flight."""
 CHECK_EVERY = 64
 """Polls between two looks at the fault record: another SM may have given up."""
 
@@ -149,19 +151,26 @@ def open_tile(t, k, count):
     turn = k // RING_STAGES
     if t.lane == 0:
         cute.arch.mbarrier_wait(t.barrier(EMPTY_AT) + stage, (turn & 1) ^ 1)
-        if k >= t.geo.in_flight:
-            before = k - t.geo.in_flight
+        # Bytes in flight set the latency of all other traffic, so it takes more of small copies.
+        ahead = select_int(count > SMALL_TILE, Int32(t.geo.in_flight), Int32(RING_STAGES - 1))
+        if k >= ahead:
+            before = k - ahead
             cute.arch.mbarrier_wait(t.barrier(FULL_AT) + before % RING_STAGES, (before // RING_STAGES) & 1)
         cute.arch.mbarrier_arrive_and_expect_tx(t.barrier(FULL_AT) + stage, count)
     cute.arch.sync_warp()
 
 
+def issue(t, k, offset, source, count):
+    """Producer, one lane: ``count`` bytes of global memory to byte ``offset`` of tile ``k``."""
+    barrier = (t.barrier(FULL_AT) + k % RING_STAGES).toint()
+    bulk_copy(stage_address(t, k) + offset, source, count, barrier, t.policy)
+
+
 @cute.jit
 def copy(t, k, offset, source, count):
-    """Producer: ``count`` bytes of global memory to byte ``offset`` of tile ``k``."""
+    """As :func:`issue`, from the whole warp: one copy."""
     if t.lane == 0:
-        barrier = (t.barrier(FULL_AT) + k % RING_STAGES).toint()
-        bulk_copy(stage_address(t, k) + offset, source, count, barrier, t.policy)
+        issue(t, k, offset, source, count)
 
 
 __all__ = [
@@ -169,6 +178,7 @@ __all__ = [
     "copy",
     "counter",
     "fetch",
+    "issue",
     "open_tile",
     "release",
     "signal",

@@ -15,8 +15,8 @@ from ..instructions import Op
 from ..shapes import ROW_GROUP, SPLIT, groups_of
 from . import geometry as g
 from .context import COUNT_AT, DEAD_AT, FREE_AT, ROUTED_AT, Part, Record
-from .flow import copy, fetch, open_tile, poll
-from .ptx import load, load_shared, store_shared
+from .flow import copy, fetch, issue, open_tile, poll
+from .ptx import load, load_shared, select_int, store_shared
 
 
 @cute.jit
@@ -157,33 +157,22 @@ def span(t, record, groups):
 
 
 @cute.jit
-def expert_rows(t, k, at, entry, expert, group, rows, columns):
-    """Codes and scales of 8 rows of one expert to byte ``at`` of tile ``k``; both are contiguous."""
-    codes, scales = columns // 2, columns // 32
-    row = Int64(expert) * rows + Int64(group * ROW_GROUP)
-    copy(t, k, Int32(at), t.pointer(entry) + row * codes, Int32(ROW_GROUP * codes))
-    copy(
-        t,
-        k,
-        Int32(at + ROW_GROUP * codes),
-        t.pointer(entry + 1) + row * scales,
-        Int32(ROW_GROUP * scales),
-    )
-
-
-@cute.jit
 def expert_in(t, record, k):
     """8 rows of w1 and the same of w3, of every (slot, group) unit."""
     p = t.p
     groups, whole = groups_of(p.F), g.expert_tile_bytes(p)[0]
     first, end = span(t, record, groups)
-    entry = t.geo.expert_entry + 6 * record[g.STACK]
+    # A lane a copy: one thread alone issues small copies too slowly.
+    part, matrix, scales = t.lane & 1, (t.lane >> 1) & 1, (t.lane & 1) != 0
+    source = t.pointer(t.geo.expert_entry + 6 * record[g.STACK] + 2 * matrix + part)
+    count = select_int(scales, Int32(ROW_GROUP * p.L // 32), Int32(ROW_GROUP * p.L // 2))
+    at = matrix * (whole // 2) + part * (ROW_GROUP * p.L // 2)
     for unit in cutlass.range(first, end, unroll=1):
         slot = unit // groups
-        expert = load_shared(t.slots + 4 * slot, Int32)
+        place = Int64(load_shared(t.slots + 4 * slot, Int32)) * groups + Int64(unit - slot * groups)
         open_tile(t, k, Int32(whole))
-        expert_rows(t, k, 0, entry, expert, unit - slot * groups, p.F, p.L)
-        expert_rows(t, k, whole // 2, entry + 2, expert, unit - slot * groups, p.F, p.L)
+        if t.lane < 4:
+            issue(t, k, at, source + place * Int64(count), count)
         k += 1
     return k
 
@@ -194,17 +183,18 @@ def expert_out(t, record, k):
     p = t.p
     groups, whole = groups_of(p.L), g.expert_tile_bytes(p)[1]
     first, end = span(t, record, groups)
-    entry = t.geo.expert_entry + 6 * record[g.STACK] + 4
+    part, which, scales = t.lane & 1, (t.lane >> 1) & 1, (t.lane & 1) != 0
+    source = t.pointer(t.geo.expert_entry + 6 * record[g.STACK] + 4 + part)
+    count = select_int(scales, Int32(ROW_GROUP * p.F // 32), Int32(ROW_GROUP * p.F // 2))
+    at = which * whole + part * (ROW_GROUP * p.F // 2)
     unit = first
     while unit < end:
-        slot = unit // groups
-        pair = cutlass.min(end - unit, Int32(2))
-        open_tile(t, k, pair * whole)
-        expert_rows(t, k, 0, entry, load_shared(t.slots + 4 * slot, Int32), unit - slot * groups, p.L, p.F)
-        if pair == 2:
-            slot = (unit + 1) // groups
-            expert = load_shared(t.slots + 4 * slot, Int32)
-            expert_rows(t, k, whole, entry, expert, unit + 1 - slot * groups, p.L, p.F)
+        mine = cutlass.min(unit + which, end - 1)
+        slot = mine // groups
+        place = Int64(load_shared(t.slots + 4 * slot, Int32)) * groups + Int64(mine - slot * groups)
+        open_tile(t, k, cutlass.min(end - unit, Int32(2)) * whole)
+        if (t.lane < 4) & (unit + which < end):
+            issue(t, k, at, source + place * Int64(count), count)
         unit += 2
         k += 1
     return k
