@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from k3jax.config import K3Config
+from k3jax.mesh import MeshPlan
 from k3jax.quant import MXFP4
 
 from . import names
@@ -32,7 +33,10 @@ def check_dtype(dtype: Any) -> None:
 
 
 def load(
-    path: str | os.PathLike[str], dtype: str | None = None, mesh: Mesh | None = None, progress: bool = True
+    path: str | os.PathLike[str],
+    dtype: str | None = None,
+    mesh: Mesh | MeshPlan | None = None,
+    progress: bool = True,
 ) -> tuple[Any, K3Config]:
     """(params, config) of a checkpoint directory; see :func:`load_params`."""
     params, config, _ = load_params(path, None, dtype, mesh, progress)
@@ -43,7 +47,7 @@ def load_params(
     path: str | os.PathLike[str],
     config: K3Config | None = None,
     dtype: str | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | MeshPlan | None = None,
     progress: bool = True,
     *,
     block_bytes: int = BLOCK_BYTES,
@@ -58,7 +62,8 @@ def load_params(
         path: the directory.
         config: architecture to insist on; None takes that of the checkpoint.
         dtype: None for the released dtypes; "float32" widens float leaves, packed ones stay.
-        mesh: devices to spread the parameters over; None is the default device.
+        mesh: a plan, or devices to spread the parameters over; None is the default device. Under a plan
+            experts are in its physical slots, and every MoE layer also has its ``placement``.
         progress: a bar on stderr where that is a terminal, and the report at the end.
         block_bytes: largest part of a tensor read at a time (release format).
 
@@ -94,7 +99,7 @@ def load_params(
 
 
 def _load_release(
-    plan: Plan, dtype: str | None, mesh: Mesh | None, progress: bool, block: int
+    plan: Plan, dtype: str | None, mesh: Mesh | MeshPlan | None, progress: bool, block: int
 ) -> tuple[Any, int]:
     from k3jax.model import abstract_params
 
@@ -113,7 +118,7 @@ def _load_release(
             return place(read, source.shape, kind, where, block_bytes=block, on_read=bar.update)
 
         def leaf(path: names.Path_, _: Any) -> Any:
-            source = plan.leaves[path]
+            source = _in_slots(plan.leaves[path], sharding.slots(path))
             if not isinstance(source, MXFP4):
                 return array(source, sharding(path, source.shape))
             checked = ScaleSource(source, compute)
@@ -125,12 +130,19 @@ def _load_release(
         params = names.map_leaves(leaf, abstract_params(config))
         if reader.bytes_read < total:
             raise CheckpointError(plan.path, [f"read {reader.bytes_read} of {total} bytes"])
-        return params, reader.bytes_read
+        return sharding.with_placement(params), reader.bytes_read
+
+
+def _in_slots(leaf: Any, experts: tuple[int, ...] | None) -> Any:
+    """A leaf's sources in the order of a plan's slots."""
+    if isinstance(leaf, MXFP4):
+        return MXFP4(leaf.codes.in_slots(experts), leaf.scales.in_slots(experts))
+    return leaf.in_slots(experts)
 
 
 def _arrays(plan: Plan, sharding: Shardings) -> list[tuple[Any, Any]]:
     found = []
     for path, leaf in plan.leaves.items():
-        for half, array in parts(leaf).items():
+        for half, array in parts(_in_slots(leaf, sharding.slots(path))).items():
             found.append((array, sharding(path, array.shape, half or None)))
     return found

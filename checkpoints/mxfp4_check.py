@@ -13,7 +13,7 @@ to zeros. With a nonzero code:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,32 +84,36 @@ def _inexact(scales: np.ndarray, codes: np.ndarray, dtype: str) -> np.ndarray:
     return inexact
 
 
-def check_arrays(codes: Any, scales: Any, dtype: str, name: str) -> None:
+def check_arrays(
+    codes: Any, scales: Any, dtype: str, name: str, experts: Sequence[int] | None = None
+) -> None:
     """As :func:`check_scales` for device arrays, whose scales are reduced where they lie.
 
     Args:
         codes: uint8 jax.Array [E, out, in / 2].
         scales: uint8 jax.Array [E, out, in / 32].
         name: of the leaf.
+        experts: the expert at each place of axis 0; None is that of its number.
 
     Raises:
         CheckpointError: as there.
     """
+
+    def where(index: tuple[int, ...]) -> str:
+        expert = index[0] if experts is None else experts[index[0]]
+        return f"leaf {name}, scale at {[expert, *index[1:]]}"
+
     if not scales.size or not suspicious(int(scales.min()), int(scales.max())):
         return
     if scales.is_fully_addressable:
-        check_scales(
-            np.asarray(scales), lambda: np.asarray(codes), dtype, lambda i: f"leaf {name}, scale at {list(i)}"
-        )
+        check_scales(np.asarray(scales), lambda: np.asarray(codes), dtype, where)
         return
     # Codes and scales may be cut differently over processes: gather both, expert by expert.
     from jax.experimental import multihost_utils
 
     for expert in range(scales.shape[0]):
         part, packed = multihost_utils.process_allgather((scales[expert], codes[expert]), tiled=True)
-        check_scales(
-            part, lambda packed=packed: packed, dtype, lambda i, e=expert: f"leaf {name}, scale at {[e, *i]}"
-        )
+        check_scales(part, lambda packed=packed: packed, dtype, lambda i, e=expert: where((e, *i)))
 
 
 __all__ = ["SAFE", "check_arrays", "check_scales", "suspicious"]

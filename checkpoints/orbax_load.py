@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from k3jax.config import K3Config
+from k3jax.mesh import MeshPlan
 from k3jax.quant import MXFP4
 
 from . import names
@@ -20,7 +21,7 @@ from .errors import CheckpointError
 from .manifest import MANIFEST, Manifest, parts, read_manifest, shape_dtype
 from .mxfp4_check import check_arrays
 from .orbax_store import Store
-from .place import Shardings, needed_bytes
+from .place import Shardings, needed_bytes, place
 
 
 def open_manifest(folder: Path, config: K3Config | None) -> tuple[Manifest, K3Config]:
@@ -81,7 +82,7 @@ def _text(leaf: Any) -> str:
 
 
 def load_orbax(
-    folder: Path, config: K3Config | None, dtype: str | None, mesh: Mesh | None, progress: bool
+    folder: Path, config: K3Config | None, dtype: str | None, mesh: Mesh | MeshPlan | None, progress: bool
 ) -> tuple[Any, K3Config, int, tuple[str, ...]]:
     """(params, config, bytes, skipped) of a converted checkpoint; see ``load_params``."""
     from k3jax.model import abstract_params
@@ -93,17 +94,51 @@ def load_orbax(
             raise CheckpointError(folder, faults)
         found: dict[names.Path_, Any] = {}
         targets = {piece: _targets(leaves, sharding) for piece, leaves in manifest.pieces.items()}
-        sizes = {piece: _needed(leaves, targets[piece]) for piece, leaves in manifest.pieces.items()}
+        sizes = {
+            piece: _needed(leaves, targets[piece], sharding) for piece, leaves in manifest.pieces.items()
+        }
         total = sum(sizes.values())
         with tqdm(
             total=total, unit="B", unit_scale=True, desc="load", disable=None if progress else True
         ) as bar:
             for piece, leaves in manifest.pieces.items():
-                arrays = store.restore(piece, leaves, targets[piece])
-                found |= {path: _finish(path, leaf, arrays, dtype) for path, leaf in leaves.items()}
+                plain = {path: leaf for path, leaf in leaves.items() if sharding.slots(path) is None}
+                arrays = store.restore(piece, plain, targets[piece]) if plain else {}
+                for path in leaves.keys() - plain.keys():
+                    arrays |= _restore_slots(store, piece, path, leaves[path], sharding)
+                found |= {
+                    path: _finish(path, leaf, arrays, dtype, sharding.slots(path))
+                    for path, leaf in leaves.items()
+                }
                 bar.update(sizes[piece])
     params = names.map_leaves(lambda path, _: found.pop(path), abstract_params(config))
-    return params, config, total, manifest.skipped
+    return sharding.with_placement(params), config, total, manifest.skipped
+
+
+def _restore_slots(
+    store: Store, piece: str, path: names.Path_, leaf: Any, sharding: Shardings
+) -> dict[str, jax.Array]:
+    """The arrays of an expert leaf in a plan's physical slots, each expert read where it is needed."""
+    slots = sharding.slots(path)
+    assert slots is not None  # this is for such leaves
+    arrays = {}
+    for key, (shape, array) in _in_slots(path, leaf, sharding).items():
+
+        def read(box: tuple[slice, ...], key: str = key) -> np.ndarray:
+            return store.read_experts(piece, key, box, list(slots[box[0]]))
+
+        part = key.rpartition(".")[2] if isinstance(leaf, MXFP4) else None
+        arrays[key] = place(read, shape, np.dtype(array.dtype), sharding(path, shape, part))
+    return arrays
+
+
+def _in_slots(path: names.Path_, leaf: Any, sharding: Shardings) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """For each array of a leaf its shape under the plan, and itself."""
+    slots = sharding.slots(path)
+    return {
+        key: (array.shape if slots is None else (len(slots), *array.shape[1:]), array)
+        for key, array in _keyed(path, leaf).items()
+    }
 
 
 def _keyed(path: names.Path_, leaf: Any) -> dict[str, Any]:
@@ -118,19 +153,25 @@ def _targets(leaves: dict[names.Path_, Any], sharding: Shardings) -> dict[str, A
     }
 
 
-def _needed(leaves: dict[names.Path_, Any], targets: dict[str, Any]) -> int:
+def _needed(leaves: dict[names.Path_, Any], targets: dict[str, Any], sharding: Shardings) -> int:
     return sum(
-        needed_bytes(array.shape, np.dtype(array.dtype).itemsize, targets[key])
+        needed_bytes(shape, np.dtype(array.dtype).itemsize, targets[key])
         for path, leaf in leaves.items()
-        for key, array in _keyed(path, leaf).items()
+        for key, (shape, array) in _in_slots(path, leaf, sharding).items()
     )
 
 
-def _finish(path: names.Path_, leaf: Any, arrays: dict[str, jax.Array], dtype: str | None) -> Any:
+def _finish(
+    path: names.Path_,
+    leaf: Any,
+    arrays: dict[str, jax.Array],
+    dtype: str | None,
+    experts: tuple[int, ...] | None,
+) -> Any:
     name = names.dotted(path)
     if isinstance(leaf, MXFP4):
         codes, scales = arrays[f"{name}.codes"], arrays[f"{name}.scales"]
-        check_arrays(codes, scales, dtype or "bfloat16", name)
+        check_arrays(codes, scales, dtype or "bfloat16", name, experts)
         return MXFP4(codes, scales)
     array = arrays[name]
     return array.astype(jnp.float32) if dtype == "float32" else array

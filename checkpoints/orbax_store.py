@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 
 from . import names
 from .errors import CheckpointError
@@ -132,6 +133,25 @@ class Store:
         except Exception as error:  # what Orbax raises for an unreadable array is Exception itself
             raise CheckpointError(
                 self._folder, [f"{PIECES}/{piece}: cannot be restored: {_reason(error)}"]
+            ) from error
+
+    def read_experts(self, piece: str, key: str, box: tuple[slice, ...], experts: list[int]) -> np.ndarray:
+        """``box`` of an array whose axis 0 counts experts, with ``experts`` in place of axis 0.
+
+        Args:
+            key: path joined by dots, ".codes" or ".scales" if packed.
+            box: its first slice is not used.
+
+        Raises:
+            CheckpointError: the array cannot be read; names the piece and the leaf.
+        """
+        store = {"driver": "ocdbt", "base": f"file://{piece_path(self._folder, piece)}/", "path": f"{key}/"}
+        try:
+            array = ts.open({"driver": "zarr", "kvstore": store}).result()
+            return np.stack([array[(e, *box[1:])].read().result() for e in experts])
+        except (ValueError, OSError) as error:
+            raise CheckpointError(
+                self._folder, [f"{PIECES}/{piece}: leaf {key} cannot be read: {_reason(error)}"]
             ) from error
 
     def discard_unfinished(self) -> None:

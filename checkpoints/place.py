@@ -18,6 +18,9 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from k3jax.axes import auto_mesh, partition_spec
 from k3jax.config import K3Config
+from k3jax.mesh import MeshPlan
+from k3jax.mesh.layout import param_specs, placement_leaves
+from k3jax.mesh.transfer import put
 from k3jax.quant import MXFP4
 
 from . import names
@@ -28,24 +31,52 @@ BLOCK_BYTES = 256 << 20
 
 
 class Shardings:
-    """The sharding of each leaf on a mesh, or on the default device when there is none."""
+    """The sharding of each leaf under a plan, on a mesh, or on the default device when there is none.
 
-    def __init__(self, config: K3Config, mesh: Mesh | None):
+    Raises:
+        ValueError: the plan does not fit the architecture.
+    """
+
+    def __init__(self, config: K3Config, mesh: Mesh | MeshPlan | None):
         from k3jax.model import param_axes
 
         self._config = config
-        self._mesh = None if mesh is None else auto_mesh(mesh)
+        self._plan = mesh if isinstance(mesh, MeshPlan) else None
+        self._mesh = None if mesh is None else mesh.mesh if isinstance(mesh, MeshPlan) else auto_mesh(mesh)
         self._axes = dict(names.leaves(param_axes(config)))
+        if self._plan is not None:
+            self._plan.check(config)
+            self._specs = dict(names.leaves(param_specs(config)))
+            self._placements = self._plan.placements(config)
 
     def __call__(self, path: names.Path_, shape: tuple[int, ...], half: str | None = None) -> Sharding:
         """Sharding of the array of ``shape`` at ``path``; ``half`` is "codes" or "scales" if packed."""
         if self._mesh is None:
             device = jax.config.jax_default_device
             return SingleDeviceSharding(device if isinstance(device, jax.Device) else jax.local_devices()[0])
+        if self._plan is not None:
+            spec = self._specs[path]
+            return NamedSharding(self._mesh, spec.codes if isinstance(spec, MXFP4) else spec)
         axes = self._axes[path]
         if isinstance(axes, MXFP4):
             axes = axes.scales if half == "scales" else axes.codes
         return NamedSharding(self._mesh, partition_spec(self._config, self._mesh, axes, shape))
+
+    def slots(self, path: names.Path_) -> tuple[int, ...] | None:
+        """Under a plan the expert in each physical slot of an expert leaf; None for any other leaf."""
+        if self._plan is None or "experts" not in path:
+            return None
+        return self._placements[int(path[1]) - self._config.first_k_dense_replace].experts
+
+    def with_placement(self, params: Any) -> Any:
+        """``params`` with the placement maps of a plan, where there is one."""
+        if self._plan is None:
+            return params
+        whole = self._plan.sharding()
+        for i, table in enumerate(placement_leaves(self._config, self._plan)):
+            layer = params["layers"][self._config.first_k_dense_replace + i]["block_sparse_moe"]
+            layer["placement"] = {name: put(value, whole) for name, value in table.items()}
+        return params
 
 
 def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:

@@ -38,6 +38,12 @@ class Source:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def in_slots(self, experts: tuple[int, ...] | None) -> Source:
+        """A leaf of experts in the order of physical slots, which may repeat one; None leaves it alone."""
+        if experts is None:
+            return self
+        return dataclasses.replace(self, tensors=tuple(self.tensors[e] for e in experts))
+
     def read(self, reader: Reader, box: Box) -> np.ndarray:
         """The values inside ``box``; reads nothing outside it."""
         out = np.empty([s.stop - s.start for s in box], self.dtype)

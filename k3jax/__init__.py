@@ -12,7 +12,9 @@ from .model import capture, decode_step, prefill
 from .nnx_model import K3
 from .quant import MXFP4
 from .sampling import Sampling
-from .state import ConsumedStateError, State, StateError, check
+from .state import ConsumedStateError, KernelFaultError, State, StateError, check
+
+from .custom_calls.support import supports  # isort: skip (it uses the modules above)
 
 __version__ = "0.1.0"
 
@@ -23,6 +25,7 @@ __all__ = [
     "ConsumedStateError",
     "GenerateResult",
     "K3Config",
+    "KernelFaultError",
     "Model",
     "NonFiniteLogitsError",
     "Sampling",
@@ -36,4 +39,5 @@ __all__ = [
     "load",
     "prefill",
     "random_model",
+    "supports",
 ]

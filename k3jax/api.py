@@ -16,10 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from . import axes, model
+from . import axes, model, sharded_step
 from .config import K3Config
-from .implementations import resolve
+from .implementations import choose, resolve, step_inputs
 from .layer_scan import prefer_scan
+from .mesh import MeshPlan, planned_state
+from .mesh.states import fit_rows
+from .mesh.transfer import host
 from .model import PREFILL_CHUNK, LogitsMode, Params, check_logits_mode
 from .nnx_model import check_dtype
 from .state import State, abstract_state, check_max_length, default_max_length
@@ -46,6 +49,14 @@ _chunk = jax.jit(
 _decode = jax.jit(model.decode_step, static_argnames=("config", "implementation", "scan_layers"))
 _head = jax.jit(model.lm_head)
 
+_planned_chunk = jax.jit(
+    sharded_step.prefill_chunk,
+    static_argnames=("config", "plan", "logits"),
+    donate_argnames=("state", "last"),
+)
+_planned_decode = jax.jit(sharded_step.decode_step, static_argnames=("config", "plan", "routing"))
+_planned_head = jax.jit(sharded_step.head, static_argnames="plan")
+
 
 @partial(jax.jit, static_argnames=("config", "batch", "max_length", "dtype", "shardings"))
 def _zeros(config: K3Config, batch: int, max_length: int, dtype: Any, shardings: Any) -> State:
@@ -64,8 +75,11 @@ class Model:
         params: the parameter tree, see :func:`k3jax.prefill`.
         config: the architecture.
         tokenizer: text to ids and back.
-        mesh: the device mesh the parameters are sharded over, or None.
+        mesh: the plan or device mesh that the parameters are laid out by, or None.
+        plan: ``mesh`` if it is a :class:`k3jax.mesh.MeshPlan`, else None. Under a plan a state has rows
+            padded to a multiple of ``plan.data``, the extra ones empty and never active.
         implementation: how decode steps run, see :mod:`k3jax.implementations`.
+        auto: whether it was chosen, not given; then batches that it does not take run as "xla".
         scan_layers: whether compiled steps loop over the layers (deep, small models).
     """
 
@@ -75,7 +89,7 @@ class Model:
         config: K3Config,
         tokenizer: Tokenizer | None = None,
         *,
-        mesh: Mesh | None = None,
+        mesh: Mesh | MeshPlan | None = None,
         implementation: str = "auto",
     ):
         if tokenizer is None:
@@ -86,8 +100,17 @@ class Model:
         self.config = config
         self.tokenizer = tokenizer
         self.mesh = mesh
-        self.implementation = resolve(implementation)
-        self.scan_layers = prefer_scan(config)
+        self.plan = mesh if isinstance(mesh, MeshPlan) else None
+        self.implementation = _resolve_on(implementation, mesh)
+        if self.plan is not None:
+            _check_planned_params(params, config, self.plan)
+        self.scan_layers = self.plan is None and prefer_scan(config)
+        self.auto = implementation == "auto" and mesh is None
+        if self.auto:
+            self.implementation = choose("auto", config, 1, params)
+        elif self.implementation in ("megakernel", "pallas"):
+            choose(self.implementation, config)  # before anything is packed
+            self.pack()
 
     def __repr__(self) -> str:
         c = self.config
@@ -101,6 +124,33 @@ class Model:
         """Compute dtype: bfloat16, or float32 for a model loaded with dtype="float32"."""
         return self.params["embed_tokens"].dtype
 
+    def pack(self, folder: str | os.PathLike[str] | None = None) -> None:
+        """Add the dense weights in the megakernel's layout to ``params``, made on their device.
+
+        They take as many bytes as the dense weights do. The other implementations ignore them. A model
+        whose implementation is "auto" chooses anew.
+
+        Args:
+            folder: keep them there: read if it holds this model's packed weights, else written.
+
+        Raises:
+            NotImplementedError: float32 parameters, float experts, several devices.
+            ValueError: expert scales that the kernel does not decode exactly.
+        """
+        from .custom_calls.pack import with_packed
+
+        self.params = with_packed(self.params, self.config, folder)
+        if self.auto:
+            self.implementation = choose("auto", self.config, 1, self.params)
+
+    def _with_kernel(self, state: State) -> State:
+        """``state`` with what the megakernel keeps between steps, if its steps are to run so."""
+        if state.kernel is not None or step_inputs(self, state.batch)[1] != "megakernel":
+            return state
+        from .custom_calls.step import with_kernel
+
+        return with_kernel(state, self.config)
+
     def init_state(self, batch: int, max_length: int) -> State:
         """A state of ``batch`` empty rows that can hold ``max_length`` tokens each.
 
@@ -110,12 +160,14 @@ class Model:
         if batch < 1:
             raise ValueError(f"batch: expected at least 1, got {batch}")
         limit = check_max_length(self.config, max_length)
+        if self.plan is not None:
+            return planned_state(self.config, self.plan, batch, limit, self.dtype)
         shardings = None
-        if self.mesh is not None:
+        if isinstance(self.mesh, Mesh):
             shapes = abstract_state(self.config, batch, limit, self.dtype)
             leaves, treedef = jax.tree.flatten(axes.state_shardings(self.config, self.mesh, shapes))
             shardings = (treedef, tuple(leaves))
-        return _zeros(self.config, batch, limit, jnp.dtype(self.dtype), shardings)
+        return self._with_kernel(_zeros(self.config, batch, limit, jnp.dtype(self.dtype), shardings))
 
     def prefill(
         self,
@@ -164,13 +216,22 @@ class Model:
             if max_length is not None:
                 raise ValueError("max_length: only with state=None; a state has its own")
             state.ensure_usable()
-            if state.batch != batch:
-                raise ValueError(f"tokens: expected {state.batch} rows, as the state has, got {batch}")
-            limit, held = state.max_length, np.asarray(state.lengths).astype(np.int64)
+            state = self._fitted(state, batch)
+            limit, held = state.max_length, host(state.lengths)[:batch].astype(np.int64)
         _check_capacity(held, counts, check_max_length(self.config, limit))
         # The passes below update their state in place, so they get one of their own.
         own: State = self.init_state(batch, limit) if state is None else jax.tree.map(jnp.copy, state)
-        return self._passes(np.where(real, ids, 0), counts, own, logits)
+        ids, counts = _padded(own.batch, np.where(real, ids, 0), counts)
+        out, own = self._passes(ids, counts, own, logits)
+        return (None if out is None else out[:batch]), own
+
+    def _fitted(self, state: State, batch: int) -> State:
+        """``state`` if it is for ``batch`` rows; under a plan, rows that were selected are padded again."""
+        if self.plan is not None:
+            return fit_rows(state, batch, self.config, self.plan)
+        if state.batch != batch:
+            raise ValueError(f"tokens: expected {state.batch} rows, as the state has, got {batch}")
+        return state
 
     def _passes(
         self, ids: np.ndarray, counts: np.ndarray, state: State, mode: LogitsMode
@@ -178,25 +239,33 @@ class Model:
         """The prompt in passes of PREFILL_CHUNK tokens, one program for every pass of any prompt."""
         batch, length = ids.shape
         every: LogitsMode = "all" if mode == "all" else "none"
-        last = jnp.zeros((batch, self.config.hidden_size), self.dtype)
+        last: Any = np.zeros((batch, self.config.hidden_size), self.dtype)
         out = []
         for start in range(0, max(int(counts.max(initial=0)), 1), PREFILL_CHUNK):
             piece = np.zeros((batch, PREFILL_CHUNK), np.int32)
             piece[:, : min(PREFILL_CHUNK, length - start)] = ids[:, start : start + PREFILL_CHUNK]
             real = np.clip(counts - start, 0, PREFILL_CHUNK).astype(np.int32)
-            logits, last, state = _chunk(
-                self.params, state, last, piece, real,
-                config=self.config, logits=every, scan_layers=self.scan_layers,
-            )  # fmt: skip
+            logits, last, state = self._pass(state, last, piece, real, every)
             out.append(logits)
         if mode == "last":
-            logits = _head(self.params, last)
+            head = _head if self.plan is None else partial(_planned_head, plan=self.plan)
+            logits = head(self.params, last)
             return jnp.where(jnp.asarray(counts > 0)[:, None], logits, 0.0), state
         if mode != "all":
             return None, state
         whole = jnp.concatenate(out, axis=1)[:, :length]
         missing = length - whole.shape[1]  # columns that are padding in every row
         return jnp.pad(whole, ((0, 0), (0, missing), (0, 0))), state
+
+    def _pass(self, state: State, last: Any, piece: np.ndarray, real: np.ndarray, every: LogitsMode) -> Any:
+        if self.plan is not None:
+            return _planned_chunk(
+                self.params, state, last, piece, real, config=self.config, plan=self.plan, logits=every
+            )
+        return _chunk(
+            self.params, state, last, piece, real,
+            config=self.config, logits=every, scan_layers=self.scan_layers,
+        )  # fmt: skip
 
     def decode_step(self, tokens: Any, state: State, active: Any = None) -> tuple[jax.Array, State]:
         """One token per row; the state given stays usable.
@@ -214,20 +283,23 @@ class Model:
         """
         state.ensure_usable()
         ids = _integers(tokens, "tokens", 1)
-        if ids.shape != (state.batch,):
-            raise ValueError(
-                f"tokens: expected {state.batch} tokens, as the state has rows, got {ids.shape[0]}"
-            )
-        live = np.ones(state.batch, bool) if active is None else np.asarray(active)
-        if live.dtype != bool or live.shape != (state.batch,):
-            raise ValueError(f"active: expected bool [{state.batch}], got {live.dtype} {list(live.shape)}")
+        batch = ids.shape[0]
+        state = self._fitted(state, batch)
+        live = np.ones(batch, bool) if active is None else np.asarray(active)
+        if live.dtype != bool or live.shape != (batch,):
+            raise ValueError(f"active: expected bool [{batch}], got {live.dtype} {list(live.shape)}")
         _check_ids(np.where(live, ids, 0), self.config)
-        held = np.asarray(state.lengths).astype(np.int64)
+        held = host(state.lengths)[:batch].astype(np.int64)
         _check_capacity(held, live.astype(np.int64), state.max_length)
         ids = np.where(live, ids, 0).astype(np.int32)
+        if self.plan is not None:
+            ids, live = _padded(state.batch, ids, live)
+            logits, state = _planned_decode(self.params, state, ids, live, config=self.config, plan=self.plan)
+            return logits[:batch], state
+        params, implementation = step_inputs(self, state.batch)
         return _decode(
-            self.params, state, ids, live,
-            config=self.config, implementation=self.implementation, scan_layers=self.scan_layers,
+            params, self._with_kernel(state), ids, live,
+            config=self.config, implementation=implementation, scan_layers=self.scan_layers,
         )  # fmt: skip
 
     def generate(
@@ -258,7 +330,7 @@ class Model:
 def load(
     path_or_name: str | os.PathLike[str],
     dtype: str | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | MeshPlan | None = None,
     implementation: str = "auto",
     progress: bool = True,
 ) -> Model:
@@ -268,8 +340,9 @@ def load(
     Args:
         path_or_name: for example "nano".
         dtype: None keeps the released dtypes; "float32" computes everything in float32.
-        mesh: shard the parameters over these devices, see :mod:`k3jax.axes`.
-        implementation: "auto", "xla" or "megakernel-interpret".
+        mesh: lay the parameters out by a plan, see :mod:`k3jax.mesh`; or shard them over a
+            ``jax.sharding.Mesh``, where the compiler places the communication, see :mod:`k3jax.axes`.
+        implementation: "auto" or a name of :mod:`k3jax.implementations`; "megakernel" packs the weights.
         progress: show progress, time and peak host memory on stderr.
 
     Raises:
@@ -280,10 +353,9 @@ def load(
     from . import checkpoints
     from .tokenizer import load_tokenizer
 
-    resolve(implementation)
     check_dtype(dtype)
-    if mesh is not None:
-        mesh = axes.auto_mesh(mesh)
+    mesh = _accepted(mesh)
+    _resolve_on(implementation, mesh)
     path = checkpoints.resolve(path_or_name)
     params, config = checkpoints.load(path, dtype=dtype, mesh=mesh, progress=progress)
     tokenizer = load_tokenizer(path, config)
@@ -294,7 +366,7 @@ def random_model(
     config: K3Config,
     seed: int = 0,
     dtype: str | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | MeshPlan | None = None,
     implementation: str = "auto",
 ) -> Model:
     """A model with random weights in the released dtypes, made on the device.
@@ -303,13 +375,48 @@ def random_model(
         config: for example ``K3Config.preset("k3-slice", num_layers=4)``.
         seed, dtype, mesh, implementation: as :func:`load`.
     """
+    from .mesh.random import random_planned
     from .random_params import random_params
 
-    resolve(implementation)
     check_dtype(dtype)
-    if mesh is not None:
-        mesh = axes.auto_mesh(mesh)
-    return Model(random_params(config, seed, dtype, mesh), config, mesh=mesh, implementation=implementation)
+    mesh = _accepted(mesh)
+    _resolve_on(implementation, mesh)
+    if isinstance(mesh, MeshPlan):
+        params = random_planned(config, mesh, seed, dtype)
+    else:
+        params = random_params(config, seed, dtype, mesh)
+    return Model(params, config, mesh=mesh, implementation=implementation)
+
+
+def _accepted(mesh: Any) -> Mesh | MeshPlan | None:
+    if isinstance(mesh, MeshPlan):
+        mesh.check_devices()  # before any weight is read
+        return mesh
+    return None if mesh is None else axes.auto_mesh(mesh)
+
+
+def _resolve_on(implementation: str, mesh: Any) -> str:
+    """As :func:`resolve`; under a plan only the XLA path runs."""
+    name = resolve(implementation)
+    if isinstance(mesh, MeshPlan) and name != "xla":
+        raise NotImplementedError(f"implementation {name!r} over a MeshPlan: only 'xla' runs there")
+    return name
+
+
+def _check_planned_params(params: Any, config: K3Config, plan: MeshPlan) -> None:
+    plan.check(config)
+    for i, layer in enumerate(params["layers"]):
+        moe = layer.get("block_sparse_moe")
+        if moe is not None and "placement" not in moe:
+            raise ValueError(
+                f"params: layer {i}: expected a tree laid out by the plan (k3jax.mesh.arrange), "
+                "got one without placement"
+            )
+
+
+def _padded(rows: int, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The arrays with zero rows at the end, ``rows`` in all."""
+    return tuple(np.pad(a, [(0, rows - a.shape[0])] + [(0, 0)] * (a.ndim - 1)) for a in arrays)
 
 
 def _integers(value: Any, name: str, ndim: int) -> np.ndarray:

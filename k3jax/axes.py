@@ -7,7 +7,8 @@ Letters used in einsum strings, jaxtyping annotations and comments::
     E experts    A active       F expert width   L latent       J AttnRes sources
 
 Every parameter carries one logical axis name per dimension (:class:`Axes`); a mesh axis takes
-the logical axes of its role. The roles follow from the mesh axis' name, see ``ROLES``.
+the logical axes of its role. The roles follow from the mesh axis' name, see ``ROLES``. This is for a
+mesh that you made, where the compiler places the communication; :mod:`k3jax.mesh` plans one.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def auto_mesh(mesh: Mesh) -> Mesh:
         TypeError: not a ``jax.sharding.Mesh``.
     """
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh: expected a jax.sharding.Mesh or None, got {type(mesh).__name__}")
+        raise TypeError(
+            f"mesh: expected a k3jax.mesh.MeshPlan, a jax.sharding.Mesh or None, got {type(mesh).__name__}"
+        )
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 

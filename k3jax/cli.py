@@ -1,8 +1,9 @@
-"""The ``k3jax`` command: generate text, inspect a checkpoint, convert one.
+"""The ``k3jax`` command: generate text, inspect a checkpoint, convert one, compile kernels.
 
-Generated text, the report of an inspection and the version go to stdout, everything else to stderr.
-Wrong input ends with one message and exit status 2, logits that are not finite with 1, an interrupt
-with 130.
+Generated text, the report of an inspection or a compilation and the version go to stdout, everything else
+to stderr.
+Wrong input ends with one message and exit status 2, logits that are not finite or a fault of the
+megakernel with 1, an interrupt with 130.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from .implementations import KNOWN
-from .implementations import resolve as resolve_implementation
+from .dispatch.choice import KINDS
+from .implementations import KNOWN, choose
+from .mesh.distributed import HEARTBEAT_SECONDS, processes
 
 _USER_ERRORS = (OSError, ValueError, NotImplementedError)
 
@@ -26,6 +28,8 @@ _Source = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
 _Target = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
 _Implementation = Annotated[str, tyro.conf.arg(metavar="{" + ",".join(KNOWN) + "}")]
 _DType = Annotated[str | None, tyro.conf.arg(metavar="{None,float32}")]
+_Dispatch = Annotated[str, tyro.conf.arg(metavar="{" + ",".join(KINDS) + "}")]
+_Batches = Annotated[tuple[int, ...], tyro.conf.arg(metavar="N [N ...]")]
 
 
 def _note(message: str) -> None:
@@ -45,6 +49,15 @@ def _generate(
     seed: int = 0,
     implementation: _Implementation = "auto",
     dtype: _DType = None,
+    kernels: str | None = None,
+    cuda_runtime: str | None = None,
+    devices: int | None = None,
+    tensor: int | None = None,
+    dispatch: _Dispatch = "auto",
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    heartbeat: int = HEARTBEAT_SECONDS,
 ) -> None:
     """Continue a prompt; the new text goes to stdout, the prompt and progress to stderr.
 
@@ -60,23 +73,73 @@ def _generate(
         seed: of the random numbers, 0..2**64-1.
         implementation: how a decode step runs; auto takes the fastest that is available.
         dtype: "float32" computes everything in float32; by default as released.
+        kernels: folder of kernels that ``k3jax compile`` made, looked into before the cache.
+        cuda_runtime: path of libcute_dsl_runtime.so; default K3JAX_CUDA_RUNTIME or an installed one.
+        devices: lay the model over this many devices; by default one, or all of a group of processes.
+        tensor: ways of tensor parallelism over them; by default the most that fits, at most 8.
+        dispatch: how tokens reach their experts on other devices; auto chooses by batch.
+        coordinator: HOST:PORT of process 0 of a group that generates together.
+        num_processes: processes of the group.
+        process_id: this one's number in the group; 0 prints the text.
+        heartbeat: seconds after which a process of the group that is not heard of is dead.
     """
-    import k3jax
-    from k3jax.generate import stream
     from k3jax.sampling import Sampling
 
     # Before loading: a wrong parameter should not cost minutes.
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed: expected 0..2**64-1, got {seed}")
-    resolve_implementation(implementation)
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
     _check_length(path, prompt, max_new_tokens)
+    _find_kernels(kernels, cuda_runtime)
+    with processes(coordinator, num_processes, process_id, heartbeat) as speaks:
+        _check_implementation(path, implementation)
+        plan = _plan(path, devices, tensor, dispatch, in_group=coordinator is not None, speaks=speaks)
+        _load_and_print(path, prompt, max_new_tokens, sampling, seed, implementation, dtype, plan, speaks)
+
+
+def _load_and_print(
+    path: str, prompt: str, max_new_tokens: int, sampling: Any, seed: int,
+    implementation: str, dtype: str | None, plan: Any, speaks: bool,
+) -> None:  # fmt: skip
+    """Generate; a process that does not speak for its group takes part and prints nothing."""
+    import k3jax
+    from k3jax.generate import stream
+
     start = time.perf_counter()
-    model = k3jax.load(path, dtype=dtype, implementation=implementation, progress=True)
-    _note(f"loaded in {time.perf_counter() - start:.1f} s")
-    _print_stream(prompt, stream(model, prompt, max_new_tokens, sampling, seed))
+    model = k3jax.load(path, dtype=dtype, implementation=implementation, mesh=plan, progress=speaks)
+    steps = stream(model, prompt, max_new_tokens, sampling, seed)
+    if speaks:
+        _note(f"loaded in {time.perf_counter() - start:.1f} s")
+        _print_stream(prompt, steps)
+    else:
+        for _ in steps:
+            pass
+
+
+def _plan(
+    path: str, devices: int | None, tensor: int | None, dispatch: str, *, in_group: bool, speaks: bool
+) -> Any:
+    """The plan asked for, or None for one device; its line and the reason of its dispatch to stderr."""
+    if devices is None and not in_group:
+        if tensor is not None or dispatch != "auto":
+            raise ValueError("tensor, dispatch: only with devices, or in a group of processes")
+        return None
+    import jax
+
+    from k3jax import mesh
+    from k3jax.checkpoints import resolve
+    from k3jax.config import K3Config
+
+    config = K3Config.from_pretrained(resolve(path))
+    count = len(jax.devices()) if devices is None else devices
+    plan = mesh.for_devices(count, config, tensor=tensor, dispatch=dispatch)
+    plan.check_devices()
+    if speaks:
+        _note(str(plan))
+        _note(f"dispatch: {plan.choice(config, plan.padded(1))}")
+    return plan
 
 
 def _check_length(path: str, prompt: str, max_new_tokens: int) -> None:
@@ -97,6 +160,27 @@ def _check_length(path: str, prompt: str, max_new_tokens: int) -> None:
             f"max-new-tokens: expected at most {max(limit - length, 0)} after {length} prompt tokens, as "
             f"max_position_embeddings={limit}; got {max_new_tokens}"
         )
+
+
+def _find_kernels(kernels: str | None, cuda_runtime: str | None) -> None:
+    """Where to look for compiled kernels and for what runs them."""
+    if kernels is not None:
+        from k3jax.custom_calls.artifacts import add_folder
+
+        add_folder(kernels)
+    if cuda_runtime is not None:
+        from k3jax.custom_calls.ffi import register
+
+        register(cuda_runtime)
+
+
+def _check_implementation(path: str, implementation: str) -> None:
+    """Refuse an implementation that cannot run here; "auto" is chosen when the parameters are there."""
+    from k3jax.checkpoints import resolve
+    from k3jax.config import K3Config
+
+    if implementation != "auto":
+        choose(implementation, K3Config.from_pretrained(resolve(path)))
 
 
 def _print_stream(prompt: str, steps: Iterator[Any]) -> None:
@@ -147,6 +231,60 @@ def _convert(src: _Source, dst: _Target, /) -> None:
     convert(src, dst)
 
 
+def _compile(
+    path: _Path,
+    /,
+    target: str = "sm_90a",
+    batch: _Batches = (1,),
+    ways: int = 1,
+    sms: int = 132,
+    out: str | None = None,
+    layers: int | None = None,
+    experts: int | None = None,
+) -> None:
+    """Compile the decode megakernel for a model; needs nvidia-cutlass-dsl, but no GPU.
+
+    Args:
+        path: checkpoint directory, config.json, the name of a shipped checkpoint, or preset k3 or k3-slice.
+        target: architecture: sm_90a, sm_100a or sm_103a.
+        batch: rows of a step, 1..8; one kernel for each number given.
+        ways: tensor-parallel ranks that share the model.
+        sms: SMs of the GPU; the kernel runs on a GPU with this many.
+        out: folder to write to; default the cache, where they are found by themselves.
+        layers: of preset k3-slice.
+        experts: of preset k3-slice.
+    """
+    from k3jax.custom_calls.artifacts import Key, cache_folder
+    from k3jax.custom_calls.compile import compile_artifact
+    from k3jax.custom_calls.decode_megakernel.shapes import Plan, Target
+
+    config = _config_of(path, layers, experts)
+    keys = [Key(Plan(config, rows, Target(target, sms=sms), ways), target) for rows in batch]
+    for key in keys:
+        _note(f"compiling for batch {key.plan.batch} ...")
+        start = time.perf_counter()
+        artifact = compile_artifact(key, cache_folder() if out is None else out)
+        used = artifact.about
+        spills = f"{used['local_bytes']} bytes of local memory" if used["local_bytes"] else "no spills"
+        print(
+            f"{key.file_name}: {time.perf_counter() - start:.1f} s, {len(artifact.module):,} bytes, "
+            f"{used['registers']} registers, {spills}, {used['code_bytes']:,} bytes of code",
+            flush=True,
+        )
+
+
+def _config_of(path: str, layers: int | None, experts: int | None) -> Any:
+    """The configuration that a path, a shipped checkpoint or a preset names."""
+    from k3jax.checkpoints import resolve
+    from k3jax.config import K3Config
+
+    if path in ("k3", "k3-slice"):
+        return K3Config.preset(path, num_layers=layers, num_experts=experts)
+    if layers is not None or experts is not None:
+        raise ValueError(f"layers, experts: only with preset k3-slice, got {path!r}")
+    return K3Config.from_pretrained(path if os.path.isfile(path) else resolve(path))
+
+
 def _messages(error: BaseException) -> list[str]:
     """One line per error, those of groups flattened."""
     if isinstance(error, BaseExceptionGroup):
@@ -167,13 +305,25 @@ def main(args: Sequence[str] | None = None) -> int:
         args: without the program's name; None takes ``sys.argv``.
     """
     given = list(sys.argv[1:] if args is None else args)
-    commands: dict[str, Any] = {"generate": _generate, "inspect": _inspect, "convert": _convert}
-    about = "Kimi K3 from JAX. `k3jax --version` prints the version."
+    commands: dict[str, Any] = {
+        "generate": _generate,
+        "inspect": _inspect,
+        "convert": _convert,
+        "compile": _compile,
+    }
+    about = (
+        "Kimi K3 from JAX. `k3jax --version` prints the version; `k3jax launch N -- COMMAND ...` runs a "
+        "command as N processes."
+    )
     try:
         if given == ["--version"]:
             from k3jax import __version__
 
             print(f"k3jax {__version__}")
+        elif given[:1] == ["launch"]:
+            from k3jax.mesh.launch import main as launch
+
+            return launch(given[1:])
         else:
             tyro.extras.subcommand_cli_from_dict(commands, prog="k3jax", description=about, args=given)
         sys.stdout.flush()
@@ -186,10 +336,14 @@ def main(args: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:
         from k3jax.generate import NonFiniteLogitsError
+        from k3jax.state import KernelFaultError
 
         if isinstance(error, NonFiniteLogitsError):
             count = len(error.result.tokens[0])
             _note(f"k3jax: error: logits are not finite after {count} new tokens")
+            return 1
+        if isinstance(error, KernelFaultError):
+            _note(f"k3jax: error: {error}")
             return 1
         if not _is_user_error(error):
             raise

@@ -18,9 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import model as _model
+from . import sharded_step
+from .implementations import step_inputs
+from .mesh import MeshPlan
+from .mesh.transfer import put
 from .prompts import Prompts, pad_right, tokenise
 from .sampling import Needs, Sampling, Settings, sample, seed_data, settings_of
-from .state import State, cache_rows
+from .state import State, cache_rows, raise_fault
 
 if TYPE_CHECKING:
     from .api import Model
@@ -96,6 +100,7 @@ class _Pick(NamedTuple):
     token: jax.Array  # int32 [B], -1 for rows without one
     logprob: jax.Array  # float32 [B]
     finite: jax.Array  # bool [B], False for a row whose logits are not finite
+    fault: jax.Array | None = None  # int32, the megakernel's fault record
 
 
 def _pick(
@@ -120,7 +125,14 @@ def _pick(
     return pick, seen
 
 
-@functools.partial(jax.jit, static_argnames=("needs",), donate_argnames=("seen",))
+def _everywhere(pick: _Pick, plan: MeshPlan | None) -> _Pick:
+    """A plan's outcome whole on every device: every process reads it."""
+    if plan is None:
+        return pick
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, plan.sharding()), pick)
+
+
+@functools.partial(jax.jit, static_argnames=("needs", "plan"), donate_argnames=("seen",))
 def _first_pick(
     logits: jax.Array,
     lengths: jax.Array,
@@ -129,26 +141,35 @@ def _first_pick(
     seen: jax.Array | None,
     *,
     needs: Needs,
+    plan: MeshPlan | None,
 ) -> tuple[_Pick, jax.Array | None]:
-    return _pick(logits, lengths, active, rows, seen, needs)
+    pick, seen = _pick(logits, lengths, active, rows, seen, needs)
+    return _everywhere(pick, plan), seen
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "implementation", "scan_layers", "needs"),
+    static_argnames=("config", "implementation", "scan_layers", "needs", "plan"),
     donate_argnames=("state", "seen"),
 )
 def _decode_and_pick(
     params: Any, state: State, pick: _Pick, rows: _Rows, seen: jax.Array | None,
-    *, config: K3Config, implementation: str, scan_layers: bool, needs: Needs,
+    *, config: K3Config, implementation: str, scan_layers: bool, needs: Needs, plan: MeshPlan | None,
 ) -> tuple[State, _Pick, jax.Array | None]:  # fmt: skip
     """The compiled step: every value that changes from step to step or call to call is an array."""
-    logits, state = _model.decode_step(
-        params, state, pick.feed, pick.active,
-        config=config, implementation=implementation, scan_layers=scan_layers,
-    )  # fmt: skip
+    if plan is not None:
+        logits, state = sharded_step.decode_step(
+            params, state, pick.feed, pick.active, config=config, plan=plan
+        )
+    else:
+        logits, state = _model.decode_step(
+            params, state, pick.feed, pick.active,
+            config=config, implementation=implementation, scan_layers=scan_layers,
+        )  # fmt: skip
     pick, seen = _pick(logits, state.lengths, pick.active, rows, seen, needs)
-    return state, pick, seen
+    if state.kernel is not None:
+        pick = pick._replace(fault=state.kernel["fault"])
+    return state, _everywhere(pick, plan), seen
 
 
 class _RowText:
@@ -223,12 +244,14 @@ class _Generation:
         self.model = model
         self.prompts = tokenise(prompts, tokenizer, config.vocab_size)
         batch = len(self.prompts)
+        self.plan = model.mesh if isinstance(model.mesh, MeshPlan) else None
+        self.padding = 0 if self.plan is None else self.plan.padded(batch) - batch
         self.max_new_tokens = _check_new_tokens(max_new_tokens, self.prompts, config.max_position_embeddings)
         sampling_rows = _sampling_rows(sampling, batch)
         self.pad = _padding_token(config, tokenizer)
         self.stop = [_stop_tokens(row, s, config, self.pad) for row, s in enumerate(sampling_rows)]
         settings, self.needs = settings_of(sampling_rows)
-        self.rows = _Rows(settings, seed_data(seed, batch), self._stop_table())
+        self.rows = self._pad(_Rows(settings, seed_data(seed, batch), self._stop_table()))
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
         self.logprobs: list[list[float]] = [[] for _ in range(batch)]
         self.text = [_RowText(tokenizer) for _ in range(batch)]
@@ -242,6 +265,16 @@ class _Generation:
             table[row, : len(stop)] = sorted(stop)
         return jnp.asarray(table)
 
+    def _pad(self, tree: Any) -> Any:
+        """Under a plan, arrays of the rows with the last row repeated for the padding rows, on the host."""
+        if self.plan is None:
+            return tree
+
+        def pad(array: Any) -> np.ndarray:
+            return np.pad(np.asarray(array), [(0, self.padding)] + [(0, 0)] * (array.ndim - 1), mode="edge")
+
+        return jax.tree.map(pad, tree)
+
     def _seen(self) -> jax.Array | None:
         """bool [B, W], the prompts' tokens, if a row has a repetition penalty."""
         if not self.needs.penalty:
@@ -249,30 +282,43 @@ class _Generation:
         seen = np.zeros((len(self.prompts), self.model.config.vocab_size), bool)
         for row, ids in enumerate(self.prompts):
             seen[row, ids] = True
-        return jnp.asarray(seen)
+        return jnp.asarray(seen) if self.plan is None else put(self._pad(seen), self.plan.sharding())
 
     def _prefill(self) -> tuple[State, _Pick, jax.Array | None]:
         limit = self.model.config.max_position_embeddings
-        tokens, lengths = pad_right(self.prompts)
+        batch = len(self.prompts)
+        tokens, lengths = pad_right([*self.prompts, *([[]] * self.padding)])
         max_length = min(cache_rows(int(lengths.max()) + self.max_new_tokens), limit)
         logits, state = self.model.prefill(tokens, lengths=lengths, max_length=max_length, logits="last")
-        active = jnp.ones(len(lengths), bool)
-        pick, seen = _first_pick(logits, state.lengths, active, self.rows, self._seen(), needs=self.needs)
-        return state, pick, seen
+        active = np.arange(len(lengths)) < batch
+        pick, seen = _first_pick(
+            logits, state.lengths, active, self.rows, self._seen(), needs=self.needs, plan=self.plan
+        )
+        self.step_inputs = step_inputs(self.model, len(lengths))
+        return state, pick._replace(fault=self._no_fault(state)), seen
+
+    @staticmethod
+    def _no_fault(state: State) -> jax.Array | None:
+        """Of the first pick, which no step of the megakernel made; so that all picks are one tree."""
+        return None if state.kernel is None else jnp.zeros_like(state.kernel["fault"])
 
     def _advance(
         self, state: State, pick: _Pick, seen: jax.Array | None
     ) -> tuple[State, _Pick, jax.Array | None]:
         model = self.model
+        params, implementation = self.step_inputs
         return _decode_and_pick(
-            model.params, state, pick, self.rows, seen,
-            config=model.config, implementation=model.implementation, scan_layers=model.scan_layers,
-            needs=self.needs,
+            params, state, pick, self.rows, seen,
+            config=model.config, implementation=implementation, scan_layers=model.scan_layers,
+            needs=self.needs, plan=self.plan,
         )  # fmt: skip
 
     def _record(self, pick: _Pick) -> StreamStep:
         """Wait for a step and add its outcome to the rows."""
-        token, logprob, finite = jax.device_get((pick.token, pick.logprob, pick.finite))
+        count = len(self.prompts)
+        token, logprob, finite = (x[:count] for x in jax.device_get((pick.token, pick.logprob, pick.finite)))
+        if pick.fault is not None:
+            raise_fault(np.asarray(pick.fault))
         pieces = [""] * len(token)
         for row, value in enumerate(token.tolist()):
             if self.reason[row] is not None:
@@ -349,6 +395,7 @@ def generate(
     Raises:
         TypeError, ValueError: wrong input; nothing was dispatched then.
         NonFiniteLogitsError: after the other rows have finished.
+        KernelFaultError: the megakernel gave up in a step.
     """
     generation = _Generation(model, prompts, max_new_tokens, sampling, seed)
     for _ in generation.steps():

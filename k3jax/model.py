@@ -24,9 +24,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from . import layer_scan
+from . import implementations, layer_scan
 from .config import K3Config, LayerType
-from .implementations import resolve
 from .layers.attn_res import SnapshotList, Snapshots, choose
 from .layers.ffn import dense_ffn
 from .layers.kda import kda_prefill, kda_step
@@ -50,6 +49,7 @@ LogitsMode = Literal["all", "last", "none"] | None
 Tap = Callable[[str, jax.Array], None]
 LayerState = Mapping[str, jax.Array]
 Attention = Callable[[LayerType, Any, jax.Array, LayerState], tuple[jax.Array, LayerState]]
+FeedForward = Callable[[Any, jax.Array, K3Config, Tap], jax.Array]
 
 PREFILL_CHUNK = 64
 """Tokens per pass of prefill. Fixed, so that a prompt's first tokens meet the same program
@@ -67,6 +67,7 @@ def layer(
     attention: Callable[[Any, jax.Array], jax.Array],
     config: K3Config,
     see: Tap,
+    ffn: FeedForward,
 ) -> tuple[jax.Array, Snapshots]:
     """One layer: the running sum [..., D] and the snapshots before it, to those after it.
 
@@ -77,6 +78,7 @@ def layer(
         starts_block: whether the running sum is snapshot, and starts anew, here.
         attention: ``(self_attn parameters, input) -> output``; it holds the state.
         see: called with a name and an array for every intermediate value, see :func:`capture`.
+        ffn: ``(layer parameters, input, config, see) -> output``, the second sublayer.
     """
     eps = config.rms_norm_eps
     h = blocks.mix(pre, p["self_attention_res_norm"], p["self_attention_res_proj"], eps)
@@ -92,7 +94,7 @@ def layer(
     see("mlp_mix", h)
     h = rms_norm(h, p["post_attention_layernorm"], eps)
     see("mlp_in", h)
-    f = feed_forward(p, h, config, see)
+    f = ffn(p, h, config, see)
     see("mlp_out", f)
     pre = pre + f
     see("prefix_sum", pre)
@@ -106,6 +108,7 @@ def run_layers(
     states: Sequence[LayerState],
     attention: Attention,
     *,
+    ffn: FeedForward | None = None,
     scan_layers: bool = False,
     tap: Tap | None = None,
 ) -> tuple[jax.Array, tuple[LayerState, ...]]:
@@ -115,8 +118,10 @@ def run_layers(
         pre: embeddings of the tokens [..., D].
         states: one per layer.
         attention: ``(kind, self_attn parameters, input, layer state) -> (output, layer state)``.
+        ffn: ``(layer parameters, input, config, see) -> output``; None is :func:`feed_forward`.
         scan_layers: run the repeating layers as a loop, see :mod:`k3jax.layer_scan`.
     """
+    second = ffn or feed_forward
     eps = config.rms_norm_eps
     new_states: list[LayerState] = []
     blocks: Snapshots = SnapshotList(())
@@ -131,7 +136,7 @@ def run_layers(
             new.append(after)
             return out
 
-        pre, blocks = layer(p, pre, blocks, start, attend, config, see)
+        pre, blocks = layer(p, pre, blocks, start, attend, config, see, second)
         return pre, blocks, new[0]
 
     loop = layer_scan.find_loop(config) if scan_layers and tap is None else None
@@ -196,8 +201,8 @@ def decode_step(
         state: of B rows. Donate it under your own jit to update it in place.
         tokens: integer [B].
         active: bool [B]; a row that is not active keeps its state bit for bit. Default all.
-        implementation: "auto", "xla", or "megakernel-interpret": the CPU interpreter of the
-            megakernel's schedule, for 1..8 rows; it knows no scan_layers and no tap.
+        implementation: see :mod:`k3jax.implementations`. The others than "xla" know no scan_layers
+            and no tap; the megakernel's take 1..8 rows.
         scan_layers: loop over the repeating layers: compiles faster, runs slower.
         tap: see :func:`capture`.
 
@@ -209,15 +214,13 @@ def decode_step(
     Raises:
         TypeError, ValueError: wrong dtype or shape; NotImplementedError: ``implementation``.
     """
-    resolve(implementation)
+    name = implementations.of_step(implementation, config, state, params)
     state.ensure_usable()
     check_state(config, state, params["embed_tokens"].dtype)
     tokens = _int32(tokens, "tokens", (state.batch,))
-    live = jnp.ones((state.batch,), bool) if active is None else _mask(active, state.batch)
-    if implementation == "megakernel-interpret":
-        from .custom_calls.decode_megakernel import interpreter  # only where it is asked for
-
-        return interpreter.decode_step(params, state, tokens, live, config, tap)
+    live = _mask(np.ones(state.batch, bool) if active is None else active, state.batch)
+    if name != "xla":
+        return implementations.decode_step_of(name)(params, state, tokens, live, config, tap)
     full = state.lengths >= state.max_length
     bad = (tokens < 0) | (tokens >= config.vocab_size)
     run = live & ~full & ~bad
@@ -234,7 +237,8 @@ def decode_step(
     refused = live & ~run
     logits = jnp.where(run[:, None], logits, jnp.where(refused[:, None], jnp.nan, 0.0))
     status = state.status | _refusal(live & full, live & bad)
-    return logits, State(layers, state.lengths + run.astype(jnp.int32), status, state.max_length)
+    lengths = state.lengths + run.astype(jnp.int32)
+    return logits, State(layers, lengths, status, state.max_length, state.kernel)
 
 
 def _refusal(full: jax.Array, bad: jax.Array) -> jax.Array:
@@ -273,7 +277,7 @@ def forward(
 
     x = params["embed_tokens"][tokens]
     x, layers = run_layers(params, config, x, state.layers, attention, scan_layers=scan_layers, tap=tap)
-    return x, State(layers, state.lengths + counts, state.status, state.max_length)
+    return x, State(layers, state.lengths + counts, state.status, state.max_length, state.kernel)
 
 
 def prefill_chunk(
@@ -347,7 +351,8 @@ def prefill(
     Raises:
         TypeError, ValueError: wrong dtype, shape or argument; NotImplementedError: ``implementation``.
     """
-    resolve(implementation)
+    if implementation != "auto":
+        implementations.choose(implementation, config)
     tokens = _int32(tokens, "tokens", (None, None))
     batch, length = tokens.shape
     lengths = jnp.full((batch,), length, jnp.int32) if lengths is None else _counts(lengths, batch, length)
@@ -388,7 +393,7 @@ def prefill(
     last = jnp.zeros((batch, config.hidden_size), dtype)
     (state, last), out = lax.scan(step, (state, last), xs)
     status = state.status | _refusal(full, bad)
-    state = State(state.layers, state.lengths, status, state.max_length)
+    state = State(state.layers, state.lengths, status, state.max_length, state.kernel)
     return _prefill_logits(params, out, last, run, lengths, full | bad, logits, length), state
 
 

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 CACHE_BLOCK = 256
 """Latent cache rows are allocated in multiples of this many tokens."""
 
+KERNEL_LEAVES = ("work", "epoch", "fault")
+"""What ``State.kernel`` holds."""
+
 STATUS_FULL = 1
 """Status bit: a token was refused because the row's capacity is used up."""
 STATUS_BAD_TOKEN = 2
@@ -39,6 +42,18 @@ _STATUS_TEXT = {
 
 class ConsumedStateError(RuntimeError):
     """The state's buffers were donated to a step; only the state that step returned is valid."""
+
+
+class KernelFaultError(RuntimeError):
+    """The megakernel gave up waiting inside a step; the state's contents are lost.
+
+    Attributes:
+        record: what it waited for: ``stage``, ``layer``, ``sm``, ``counter``, ``target``, ``value``, ...
+    """
+
+    def __init__(self, message: str, record: dict[str, Any]):
+        super().__init__(message)
+        self.record = record
 
 
 class StateError(RuntimeError):
@@ -64,6 +79,9 @@ class State:
         lengths: int32 [B], tokens each row holds.
         status: int32 [B], 0 or the STATUS_ bits of refusals since the row began.
         max_length: tokens a row can hold in all (static).
+        kernel: None, or what the megakernel keeps between steps, int32: ``work`` (workspace and hand-off
+            counters), ``epoch`` [1] (steps so far) and ``fault`` (0, or why a step gave up). Made for a
+            batch size; ``work`` and ``epoch`` hold nothing of the sequences.
     """
 
     # Any: transformations also rebuild the tree around shapes, shardings and axis names.
@@ -71,6 +89,7 @@ class State:
     lengths: Any
     status: Any
     max_length: int
+    kernel: Any = None
 
     @property
     def batch(self) -> int:
@@ -87,15 +106,20 @@ class State:
             raise ConsumedStateError("state was consumed; use the returned one")
 
     def _layer_leaves(self) -> list[jax.Array]:
-        return [array for layer in self.layers for array in layer.values()]
+        kernel = [] if self.kernel is None else list(self.kernel.values())
+        return [array for layer in self.layers for array in layer.values()] + kernel
 
     def select(self, rows: Sequence[int] | np.ndarray | jax.Array) -> State:
         """A new state of the given rows, in that order; repeats are allowed.
+
+        It has no kernel leaves, which belong to a batch size: methods of Model add them where needed,
+        under your own jit :func:`k3jax.custom_calls.step.with_kernel` does.
 
         Args:
             rows: integer [B'], each in 0..B-1.
 
         Raises:
+            KernelFaultError: the contents are lost.
             IndexError: a row that does not exist.
             TypeError: not integers.
             ValueError: no rows.
@@ -109,7 +133,9 @@ class State:
         if ((index < 0) | (index >= self.batch)).any():
             raise IndexError(f"rows: expected 0..{self.batch - 1}, got {index.tolist()}")
         index = index.astype(np.int32)
-        return jax.tree.map(lambda array: jnp.take(array, index, axis=0), self)
+        check_fault(self)
+        rows_alone = dataclasses.replace(self, kernel=None)
+        return jax.tree.map(lambda array: jnp.take(array, index, axis=0), rows_alone)
 
     def fork(self, n: int) -> State:
         """Each row ``n`` times, copies of a row side by side: rows b*n .. b*n+n-1 continue row b.
@@ -124,18 +150,24 @@ class State:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to ``path``, one file (safetensors); read it with :meth:`restore`.
 
+        The contents of the kernel's workspace are not kept: a restored state has a fresh one.
+
         Raises:
+            KernelFaultError: the contents are lost.
             FileNotFoundError: there is no folder for it; IsADirectoryError: ``path`` is a folder.
         """
         from safetensors.numpy import save_file
 
         self.ensure_usable()
+        check_fault(self)
         tensors = {name: np.ascontiguousarray(np.asarray(leaf)) for name, leaf in self._named().items()}
         meta = {
             "format": "k3jax.State",
             "max_length": str(self.max_length),
             "layers": json.dumps(len(self.layers)),
         }
+        if self.kernel is not None:
+            meta["kernel"] = json.dumps({name: leaf.shape[0] for name, leaf in self.kernel.items()})
         target = Path(path)
         if target.is_dir():
             raise IsADirectoryError(f"path: expected a file, got the folder {target}")
@@ -174,7 +206,9 @@ class State:
                     layers[int(layer)][name] = array
                 else:
                     top[key] = array
-        return cls(tuple(layers), top["lengths"], top["status"], int(meta["max_length"]))
+        sizes = json.loads(meta["kernel"]) if "kernel" in meta else None
+        kernel = None if sizes is None else {name: jnp.zeros(n, jnp.int32) for name, n in sizes.items()}
+        return cls(tuple(layers), top["lengths"], top["status"], int(meta["max_length"]), kernel)
 
     def _named(self) -> dict[str, jax.Array]:
         named = {f"layers.{i}.{k}": v for i, layer in enumerate(self.layers) for k, v in layer.items()}
@@ -186,18 +220,18 @@ def _flatten(state: State) -> tuple[tuple[Any, ...], int]:
     # caught with our words instead of an error that names an array.
     if _is_consumed(state.lengths):
         raise ConsumedStateError("state was consumed; use the returned one")
-    return (state.layers, state.lengths, state.status), state.max_length
+    return (state.layers, state.lengths, state.status, state.kernel), state.max_length
 
 
 def _flatten_with_keys(state: State) -> tuple[tuple[Any, ...], int]:
     children, max_length = _flatten(state)
-    names = ("layers", "lengths", "status")
+    names = ("layers", "lengths", "status", "kernel")
     return tuple((jax.tree_util.GetAttrKey(n), c) for n, c in zip(names, children, strict=True)), max_length
 
 
 def _unflatten(max_length: int, children: Any) -> State:
-    layers, lengths, status = children
-    return State(layers, lengths, status, max_length)
+    layers, lengths, status, kernel = children
+    return State(layers, lengths, status, max_length, kernel)
 
 
 jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
@@ -247,19 +281,32 @@ def abstract_state(config: K3Config, batch: int, max_length: int, dtype: Any) ->
     return State(tuple(layer(kind) for kind in c.layer_types), vector, vector, int(max_length))
 
 
-def init_state(config: K3Config, batch: int, max_length: int, dtype: Any = jnp.bfloat16) -> State:
+def init_state(
+    config: K3Config,
+    batch: int,
+    max_length: int,
+    dtype: Any = jnp.bfloat16,
+    implementation: str = "xla",
+) -> State:
     """A state of ``batch`` empty rows: all zeros.
 
     Args:
         max_length: tokens a row can hold, 1..max_position_embeddings.
         dtype: the model's compute dtype (bfloat16 or float32).
+        implementation: "megakernel" adds the kernel's leaves; the other implementations need none, and
+            carry them along.
 
     Raises:
-        ValueError: batch or max_length out of range.
+        ValueError: batch or max_length out of range; NotImplementedError: a batch the kernel does not take.
     """
-    return jax.tree.map(
+    state = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_state(config, batch, max_length, dtype)
     )
+    if implementation != "megakernel":
+        return state
+    from .custom_calls.step import with_kernel
+
+    return with_kernel(state, config)
 
 
 def check_state(config: K3Config, state: State, dtype: Any) -> None:
@@ -287,10 +334,16 @@ def check_state(config: K3Config, state: State, dtype: Any) -> None:
                     f"state: layer {i}, {name}: expected {leaf.dtype} {list(leaf.shape)}, as this model "
                     f"has it, got {array.dtype} {list(array.shape)}"
                 )
+    if state.kernel is not None and set(state.kernel) != set(KERNEL_LEAVES):
+        raise ValueError(f"state.kernel: expected {sorted(KERNEL_LEAVES)}, got {sorted(state.kernel)}")
 
 
-def state_axes(config: K3Config, max_length: int) -> State:
-    """Logical axis names of every state array, see :mod:`k3jax.axes`."""
+def state_axes(config: K3Config, max_length: int, kernel: bool = False) -> State:
+    """Logical axis names of every state array, see :mod:`k3jax.axes`.
+
+    Args:
+        kernel: for a state with kernel leaves; they are whole on every device.
+    """
 
     def layer(kind: str) -> dict[str, Any]:
         if kind == "kda":
@@ -298,17 +351,53 @@ def state_axes(config: K3Config, max_length: int) -> State:
         return {"cache": Axes(("batch", None, None))}
 
     vector: Any = Axes(("batch",))
-    return State(tuple(layer(kind) for kind in config.layer_types), vector, vector, max_length)
+    whole = {name: Axes((None,)) for name in KERNEL_LEAVES} if kernel else None
+    return State(tuple(layer(kind) for kind in config.layer_types), vector, vector, max_length, whole)
+
+
+def check_fault(state: State) -> None:
+    """Raise if a step of the megakernel gave up; waits for the state. Traced states are not looked at.
+
+    Raises:
+        KernelFaultError: says which wait was not satisfied.
+    """
+    if state.kernel is not None and not isinstance(state.kernel["fault"], jax.core.Tracer):
+        raise_fault(np.asarray(state.kernel["fault"]))
+
+
+def raise_fault(record: np.ndarray) -> None:
+    """Raise for a fault record, int32 [FAULT_WORDS], that is not zero.
+
+    Raises:
+        KernelFaultError: names the stage, layer, SM and counter.
+    """
+    if not record[0]:
+        return
+    from .custom_calls.decode_megakernel.instructions import Op
+    from .custom_calls.decode_megakernel.operands import FAULT_FIELDS
+
+    found: dict[str, Any] = dict(zip(FAULT_FIELDS, (int(word) for word in record), strict=False))
+    ops = {int(op): op.name for op in Op}
+    found["stage"] = ops.get(found["op"], f"operation {found['op']}")
+    raise KernelFaultError(
+        f"the megakernel gave up (code {found['code']}): stage {found['stage']} of layer {found['layer']}, "
+        f"SM {found['sm']}: counter {found['counter']} had "
+        f"{found['value']} of {found['target']} arrivals (step {found['epoch']}); the contents of this state "
+        "are lost, start its rows anew",
+        found,
+    )
 
 
 def check(state: State) -> None:
     """Raise for every row that a compiled step refused; waits for the state.
 
     Raises:
+        KernelFaultError: the megakernel gave up; the state's contents are lost.
         StateError: names the rows and why; the rows' states are as they were before the refusal.
         ConsumedStateError: the state was donated.
     """
     state.ensure_usable()
+    check_fault(state)
     status = np.asarray(state.status)
     rows = np.flatnonzero(status).tolist()
     if rows:
@@ -320,7 +409,7 @@ def check(state: State) -> None:
 
 
 __all__ = [
-    "STATUS_BAD_TOKEN", "STATUS_FULL", "ConsumedStateError", "State", "StateError", "abstract_state",
-    "cache_rows", "check", "check_max_length", "check_state", "default_max_length", "init_state",
-    "state_axes",
+    "KERNEL_LEAVES", "STATUS_BAD_TOKEN", "STATUS_FULL", "ConsumedStateError", "KernelFaultError", "State",
+    "StateError", "abstract_state", "cache_rows", "check", "check_fault", "check_max_length", "check_state",
+    "default_max_length", "init_state", "raise_fault", "state_axes",
 ]  # fmt: skip

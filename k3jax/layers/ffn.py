@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..config import K3Config
-from .linear import linear
+from .linear import Project, linear
 
 
 def situ(
@@ -27,13 +27,14 @@ def situ(
 
 
 def dense_ffn(
-    p: Mapping[str, jax.Array], x: Float[Array, "*rows d"], config: K3Config
+    p: Mapping[str, jax.Array], x: Float[Array, "*rows d"], config: K3Config, project: Project = linear
 ) -> Float[Array, "*rows d"]:
     """``down(SiTU(gate x, up x))``; layer 0's FFN and the shared expert are this.
 
     Args:
         p: gate_proj, up_proj [F, D] and down_proj [D, F].
         x: [..., D].
+        project: the last product; a device that holds a part of F sums over the others here.
     """
     hidden = situ(linear(x, p["gate_proj"]), linear(x, p["up_proj"]), config)
-    return linear(hidden, p["down_proj"])
+    return project(hidden, p["down_proj"])

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from ..config import K3Config
-from .linear import einsum, linear
+from .linear import Project, einsum, linear
 from .norm import l2_norm
 
 CHUNK = 16
@@ -170,13 +170,15 @@ def _heads(
     return q, l2_norm(k), v.astype(jnp.float32), g, beta
 
 
-def _output(p: Mapping[str, jax.Array], x: jax.Array, o: jax.Array, config: K3Config) -> jax.Array:
+def _output(
+    p: Mapping[str, jax.Array], x: jax.Array, o: jax.Array, config: K3Config, project: Project
+) -> jax.Array:
     """``W_o [ rms(o) * sigmoid(W_g x) ]``, the norm per head; o is rounded before the norm."""
     o32 = o.astype(x.dtype).astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(o32 * o32, axis=-1, keepdims=True) + config.rms_norm_eps)
     gate = jax.nn.sigmoid(linear(x, p["g_proj"]).astype(jnp.float32)).reshape(o.shape)
     y = (o32 * scale * p["o_norm"] * gate).astype(x.dtype)
-    return linear(y.reshape(*x.shape[:-1], -1), p["o_proj"])
+    return project(y.reshape(*x.shape[:-1], -1), p["o_proj"])
 
 
 def _conv_weight(p: Mapping[str, jax.Array]) -> jax.Array:
@@ -189,6 +191,7 @@ def kda_prefill(
     state: Mapping[str, jax.Array],
     counts: Int[Array, " batch"],
     config: K3Config,
+    project: Project = linear,
 ) -> tuple[Float[Array, "batch tokens d"], dict[str, jax.Array]]:
     """KDA over T new tokens of each row; row b's first ``counts[b]`` are real, the rest padding.
 
@@ -197,6 +200,7 @@ def kda_prefill(
         x: [B, T, D] normed input.
         state: ``S`` and ``conv`` before the tokens.
         counts: int32 [B], 0..T; a row with 0 keeps its state bit for bit.
+        project: the output product; a device that holds a part of the heads sums over the others here.
 
     Returns:
         output [B, T, D] (padding positions hold numbers without meaning) and the new state.
@@ -219,7 +223,7 @@ def kda_prefill(
     new_conv = jnp.take_along_axis(window, last[..., None], axis=1)
     moved = counts > 0
     new_state = {"S": jnp.where(moved[:, None, None, None], S, state["S"]), "conv": new_conv}
-    return _output(p, x, o[:, :tokens], config), new_state
+    return _output(p, x, o[:, :tokens], config, project), new_state
 
 
 def kda_step(
@@ -228,6 +232,7 @@ def kda_step(
     state: Mapping[str, jax.Array],
     active: Bool[Array, " batch"],
     config: K3Config,
+    project: Project = linear,
 ) -> tuple[Float[Array, "batch d"], dict[str, jax.Array]]:
     """KDA for one token of each row; a row that is not active keeps its state bit for bit.
 
@@ -236,6 +241,7 @@ def kda_step(
         x: [B, D] normed input.
         state: ``S`` and ``conv``.
         active: bool [B].
+        project: as in :func:`kda_prefill`.
     """
     window = jnp.concatenate([state["conv"], _project(p, x)[:, None]], axis=1)
     conv = short_conv(window, _conv_weight(p))[:, 0]
@@ -245,4 +251,4 @@ def kda_step(
         "S": jnp.where(active[:, None, None, None], S, state["S"]),
         "conv": jnp.where(active[:, None, None], window[:, 1:], state["conv"]),
     }
-    return _output(p, x, o, config), new_state
+    return _output(p, x, o, config, project), new_state

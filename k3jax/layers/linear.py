@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -44,3 +45,7 @@ def linear(x: Float[Array, "*rows i"], weight: Float[Array, "o i"]) -> Float[Arr
         weight: [out, in], the same dtype.
     """
     return rounded_einsum("...i,oi->...o", x, weight)
+
+
+Project = Callable[[jax.Array, jax.Array], jax.Array]
+"""``(x [..., in], weight [out, in]) -> [..., out]``: :func:`linear`, or one that sums over devices."""

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..config import K3Config
 from ..state import CACHE_BLOCK
-from .linear import einsum, linear, rounded_einsum
+from .linear import Project, einsum, linear, rounded_einsum
 from .norm import rms_norm
 
 
@@ -50,11 +50,11 @@ def _scale(config: K3Config) -> float:
     return config.qk_head_dim**-0.5
 
 
-def _output(p: Mapping[str, jax.Array], x: jax.Array, o: jax.Array) -> jax.Array:
+def _output(p: Mapping[str, jax.Array], x: jax.Array, o: jax.Array, project: Project) -> jax.Array:
     """``W_o [ o * sigmoid(W_g x) ]``: the gate is elementwise per head and value, with no norm."""
     gate = jax.nn.sigmoid(linear(x, p["g_proj"]).astype(jnp.float32))
     y = o.reshape(gate.shape).astype(x.dtype).astype(jnp.float32) * gate
-    return linear(y.astype(x.dtype), p["o_proj"])
+    return project(y.astype(x.dtype), p["o_proj"])
 
 
 def write_rows(
@@ -79,6 +79,7 @@ def mla_prefill(
     counts: Int[Array, " batch"],
     config: K3Config,
     num_blocks: int | jax.Array,
+    project: Project = linear,
 ) -> tuple[Float[Array, "batch tokens d"], Float[Array, "batch rows width"]]:
     """Causal MLA of T new tokens over the cache and themselves, keys in blocks: no T x T array.
 
@@ -90,6 +91,7 @@ def mla_prefill(
         counts: int32 [B], real tokens among the T.
         num_blocks: cache blocks to read; a Python int gives a differentiable loop, a traced
             number stops at the longest row.
+        project: the output product; a device that holds a part of the heads sums over the others here.
 
     Returns:
         output [B, T, D] (padding positions hold numbers without meaning) and the new cache.
@@ -121,14 +123,14 @@ def mla_prefill(
         return new_peak, mass, acc
 
     shape = (batch, heads, tokens)
-    start = (
-        jnp.full(shape, -jnp.inf, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, config.v_head_dim), jnp.float32),
+    start = (  # made like q: under shard_map the loop's carry must vary over the devices as it does
+        jnp.full_like(q_nope, -jnp.inf, jnp.float32, shape),
+        jnp.zeros_like(q_nope, jnp.float32, shape),
+        jnp.zeros_like(q_nope, jnp.float32, (*shape, config.v_head_dim)),
     )
     _, mass, acc = lax.fori_loop(0, num_blocks, block, start)
     o = acc / jnp.where(mass == 0, 1.0, mass)[..., None]
-    return _output(p, x, jnp.moveaxis(o, 1, 2)), cache
+    return _output(p, x, jnp.moveaxis(o, 1, 2), project), cache
 
 
 def mla_step(
@@ -138,6 +140,7 @@ def mla_step(
     lengths: Int[Array, " batch"],
     active: Bool[Array, " batch"],
     config: K3Config,
+    project: Project = linear,
 ) -> tuple[Float[Array, "batch d"], Float[Array, "batch rows width"]]:
     """Absorbed MLA of one token per row over the latent cache and itself.
 
@@ -147,6 +150,7 @@ def mla_step(
         cache: [B, S, C + R]; a row that is not active is left as it is.
         lengths: int32 [B], tokens cached before.
         active: bool [B].
+        project: as in :func:`mla_prefill`.
     """
     q_nope, q_shared = _queries(p, x, config)
     new = latent_rows(p, x, config).astype(cache.dtype)
@@ -159,4 +163,4 @@ def mla_step(
     seen = (jnp.arange(cache.shape[1]) <= lengths[:, None])[:, None]
     weight = jax.nn.softmax(score * _scale(config), axis=-1, where=seen)
     context = einsum("bns,bsc->bnc", weight.astype(x.dtype), c).astype(x.dtype)
-    return _output(p, x, einsum("bnc,nvc->bnv", context, w_uv)), cache
+    return _output(p, x, einsum("bnc,nvc->bnv", context, w_uv), project), cache

@@ -136,7 +136,8 @@ def experts_by_block(
     """As :func:`experts_by_pair` for many tokens: every chosen expert decoded once, for all tokens.
 
     Experts pass in blocks of bounded size; a block that no token chose is skipped. Every token
-    meets every expert of a visited block, so a row's arithmetic does not depend on the others.
+    meets every expert of a visited block, so a row's arithmetic does not depend on the others. An id
+    outside 0..E-1 is no expert's: a device that holds some of the experts marks the others' so.
     """
     block = _block_size(config, config.num_experts)
     dtype = latent.dtype
@@ -163,7 +164,8 @@ def experts_by_block(
         any_chosen = jnp.any(lax.dynamic_slice_in_dim(chosen, start, block, axis=1))
         return lax.cond(any_chosen, compute, lambda total, start: total, total, start), None
 
-    zero = jnp.zeros(latent.shape, jnp.float32)
+    # Made like latent: under shard_map the loop's carry must vary over the devices as it does.
+    zero = jnp.zeros_like(latent, jnp.float32)
     starts = jnp.arange(0, config.num_experts, block)
     if starts.shape[0] == 1:
         return compute(zero, starts[0])

@@ -96,7 +96,13 @@ def xla(c: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("seed", "lengths"),
-    [(1, [5]), (2, [130, 0]), (3, [1, 127, 128, 129]), (1, [300, 3, 0, 17, 1, 256, 255, 40])],
+    [
+        (1, [5]),
+        (2, [130, 0]),
+        (3, [1, 63, 64, 65]),
+        (2, [127, 128, 129]),
+        (1, [300, 3, 0, 17, 1, 256, 255, 40]),
+    ],
 )
 def test_a_float32_step_is_that_of_the_model(seed: int, lengths: list[int]) -> None:
     c = case(seed)

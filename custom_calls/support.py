@@ -1,0 +1,148 @@
+"""What an implementation of the decode step needs, and what of it is missing: all reasons at once."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from k3jax.config import K3Config
+from k3jax.implementations import KNOWN
+
+from . import ffi
+from .artifacts import ArtifactError, Key, find, load
+from .compile import compiler_problem
+from .decode_megakernel.resources import THREADS
+from .decode_megakernel.shapes import Plan, Target
+from .fit import plan_reasons
+from .pack import PACKED, packing_problems
+from .step import target_of
+
+
+def supports(
+    config: K3Config,
+    device: Any = None,
+    batch: int = 1,
+    *,
+    implementation: str = "megakernel",
+    dtype: Any = jnp.bfloat16,
+    ways: int = 1,
+    params: Mapping[str, Any] | None = None,
+) -> tuple[str, ...]:
+    """Why an implementation cannot run a decode step; an empty tuple if it can.
+
+    Args:
+        config: the architecture.
+        device: a jax device; None is the default one.
+        batch: rows of the step.
+        implementation: one of the names of :mod:`k3jax.implementations` but "auto".
+        dtype: compute dtype of the model.
+        ways: tensor-parallel ranks that share the model.
+        params: a parameter tree; None leaves out what depends on it (its dtype, packed weights, MXFP4).
+
+    Raises:
+        ValueError: an unknown implementation.
+    """
+    if implementation == "auto" or implementation not in KNOWN:
+        names = ", ".join(name for name in KNOWN if name != "auto")
+        raise ValueError(f"implementation: expected one of {names}, got {implementation!r}")
+    if implementation == "megakernel":
+        return tuple(_megakernel(config, _device(device), batch, dtype, ways, params))
+    if implementation == "megakernel-interpret":
+        return tuple(_plan(config, batch, Target(), ways)[1])
+    if implementation.startswith("pallas"):
+        return tuple(_pallas(config, _device(device), batch, implementation))
+    return ()
+
+
+def first_reason(config: K3Config, device: Any, batch: int, params: Mapping[str, Any] | None) -> str | None:
+    """The first of the reasons of :func:`supports` against the megakernel, or None; looks no further."""
+    return next(_megakernel(config, _device(device), batch, jnp.bfloat16, 1, params), None)
+
+
+def _device(device: Any) -> Any:
+    return jax.devices()[0] if device is None else device
+
+
+def _pallas(config: K3Config, device: Any, batch: int, implementation: str) -> Iterator[str]:
+    name = "k3jax.pallas.step"
+    if importlib.util.find_spec(name) is None:
+        yield f"{name}: not part of this version of k3jax"
+        return
+    module = importlib.import_module(name)
+    reasons: Callable[..., Any] = module.supports
+    yield from reasons(config, device, batch, interpret=implementation == "pallas-interpret")
+
+
+# -- the megakernel -------------------------------------------------------------------------------
+
+
+def _megakernel(
+    config: K3Config, device: Any, batch: int, dtype: Any, ways: int, params: Mapping[str, Any] | None
+) -> Iterator[str]:
+    arch, target, reasons = _target(device)
+    yield from reasons
+    plan, reasons = _plan(config, batch, target, ways)
+    yield from reasons
+    if ways != 1 and plan is not None:
+        yield f"ways: the step of a share ({ways} ways) needs exchanges that this version has not"
+    if params is None and jnp.dtype(dtype) != jnp.bfloat16:
+        yield f"dtype: the megakernel computes in bfloat16, got {jnp.dtype(dtype)}"
+    if params is not None:
+        yield from packing_problems(params)
+        if PACKED not in params:
+            yield f"params[{PACKED!r}]: the weights are not packed; call Model.pack()"
+    try:
+        ffi.runtime_library()
+    except FileNotFoundError as error:
+        yield str(error)
+    if plan is not None:
+        yield from plan_reasons(plan)
+        yield from _compiled(plan, arch, device)
+
+
+def _target(device: Any) -> tuple[str, Target, list[str]]:
+    """(architecture, SMs, what is wrong with the device)."""
+    if device.platform != "gpu":
+        return "sm_90a", Target(), [f"device: expected an NVIDIA GPU, got {device.platform}"]
+    try:
+        arch, target = target_of(device)
+    except NotImplementedError as error:
+        return "sm_90a", Target(), [str(error)]
+    return arch, target, []
+
+
+def _plan(config: K3Config, batch: int, target: Target, ways: int) -> tuple[Plan | None, list[str]]:
+    try:
+        return Plan(config, batch, target, ways), []
+    except ValueError as error:
+        return None, [str(error)]
+
+
+def _compiled(plan: Plan, arch: str, device: Any) -> Iterator[str]:
+    """No compiled kernel and no compiler, or one that does not fit an SM."""
+    key = Key(plan, arch)
+    path, compiler = find(key), compiler_problem()
+    if path is None:
+        if compiler is not None:
+            yield f"kernel: {key.file_name} is not in the cache, and {compiler}"
+        return
+    try:
+        artifact = load(path)
+    except ArtifactError as error:
+        if compiler is not None:
+            yield f"kernel: {error}"
+        return
+    registers = artifact.about["registers"] * THREADS
+    if registers > plan.target.registers:
+        yield f"occupancy: a block takes {registers} registers, an SM has {plan.target.registers}"
+    shared = getattr(device, "shared_memory_per_block_optin", None)
+    if shared is not None and shared < plan.target.shared_bytes:
+        yield f"occupancy: a block takes {plan.target.shared_bytes} bytes of shared memory, got {shared}"
+
+
+__all__ = ["first_reason", "supports"]

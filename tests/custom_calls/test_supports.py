@@ -1,0 +1,169 @@
+"""``k3jax.supports``: every reason at once; "auto" takes what is supported and says once what is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import k3jax
+from k3jax import K3Config, implementations
+from k3jax.custom_calls import artifacts, ffi, pack, support
+from k3jax.custom_calls.artifacts import Key
+from k3jax.custom_calls.step import plan_for, target_of
+from support import megakernel
+
+CONFIG = megakernel.config()
+
+
+class Gpu:
+    """A device as jax describes one."""
+
+    platform, device_kind = "gpu", "NVIDIA H200"
+    compute_capability, core_count = "9.0", 132
+
+    def __init__(self, **other: Any):
+        self.__dict__.update(other)
+
+
+@pytest.fixture(autouse=True)
+def _a_host_with_library_and_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(artifacts, "_folders", [])
+    monkeypatch.setattr(ffi, "runtime_library", lambda path=None: tmp_path / ffi.LIBRARY)
+    monkeypatch.setattr(support, "compiler_problem", lambda: None)
+    monkeypatch.setattr(support, "plan_reasons", lambda plan: ())
+    monkeypatch.setattr(implementations, "_logged", set())
+
+
+def supports(device: Any = None, batch: int = 1, **options: Any) -> tuple[str, ...]:
+    return k3jax.supports(CONFIG, Gpu() if device is None else device, batch, **options)
+
+
+def test_nothing_is_missing_on_a_gpu_with_packed_weights() -> None:
+    assert supports() == ()
+    assert supports(params=megakernel.packed_params()) == ()
+
+
+def test_all_reasons_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(path: Any = None) -> Path:
+        raise FileNotFoundError("CUDA runtime library: not found")
+
+    monkeypatch.setattr(ffi, "runtime_library", absent)
+    monkeypatch.setattr(support, "compiler_problem", lambda: "compiler: none is installed")
+    monkeypatch.setattr(support, "plan_reasons", lambda plan: ("latent: expected a multiple of 32",))
+    wide = {**megakernel.params(), "embed_tokens": jnp.zeros((2, 2), jnp.float32)}
+    reasons = supports(Gpu(compute_capability="8.0", device_kind="NVIDIA A100"), 2, ways=2, params=wide)
+    for reason, start in zip(
+        reasons,
+        ("device: .*", "ways: ", "dtype: ", "params['megakernel']: ", "CUDA runtime", "latent: ", "kernel: "),
+        strict=True,
+    ):
+        assert reason.startswith(start.removesuffix(".*")), reason
+    assert "NVIDIA A100 has 8.0" in reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"batch": 9}, "batch: expected 1..8, got 9"),
+        ({"batch": 0}, "batch: expected 1..8, got 0"),
+        ({"dtype": jnp.float32}, "dtype: the megakernel computes in bfloat16, got float32"),
+        ({"ways": 3}, "ways: 3 does not divide"),
+        ({"device": Gpu(platform="cpu")}, "device: expected an NVIDIA GPU, got cpu"),
+        ({"params": "unpacked"}, "params['megakernel']: the weights are not packed; call Model.pack()"),
+    ],
+)
+def test_each_reason_is_named(options: dict[str, Any], reason: str) -> None:
+    if options.get("params") == "unpacked":
+        options = {"params": megakernel.params()}
+    (only,) = supports(**options)
+    assert only.startswith(reason)
+
+
+def test_a_compiled_kernel_stands_in_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "compiler_problem", lambda: "compiler: none is installed")
+    key = Key(plan_for(CONFIG, 2, target_of(Gpu())[1]), "sm_90a")
+    (reason,) = supports(batch=2)
+    assert reason == f"kernel: {key.file_name} is not in the cache, and compiler: none is installed"
+    artifact = megakernel.artifact(2)
+    path = artifacts.cache_folder() / key.file_name
+    artifacts.write(artifact, path)
+    assert supports(batch=2) == ()
+    assert len(supports(Gpu(core_count=114), batch=2)) == 1  # made for 132 SMs
+    artifacts.write(dataclasses.replace(artifact, about={**artifact.about, "registers": 232}), path)
+    (reason,) = supports(batch=2)
+    assert reason == "occupancy: a block takes 66816 registers, an SM has 65536"
+    artifacts.write(artifact, path)
+    (reason,) = supports(Gpu(shared_memory_per_block_optin=101_376), batch=2)
+    assert reason == "occupancy: a block takes 232448 bytes of shared memory, got 101376"
+    path.write_bytes(b"damaged")
+    artifacts.load.cache_clear()
+    assert "something else" in supports(batch=2)[0]
+
+
+def test_the_other_implementations() -> None:
+    assert supports(implementation="xla", batch=100, dtype=jnp.float32) == ()
+    assert supports(implementation="megakernel-interpret", device=Gpu(platform="cpu")) == ()
+    assert supports(implementation="megakernel-interpret", batch=9) == ("batch: expected 1..8, got 9",)
+    for wrong in ("auto", "cuda"):
+        with pytest.raises(ValueError, match=rf"expected one of xla, pallas, .*, got '{wrong}'"):
+            supports(implementation=wrong)
+
+
+def test_plans_that_no_kernel_fits_are_refused_by_the_real_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    from k3jax.custom_calls.fit import plan_reasons
+
+    release = K3Config.preset("k3-slice", num_layers=4)
+    assert plan_reasons(plan_for(release, 1, target_of(Gpu())[1])) == ()
+    small = dataclasses.replace(target_of(Gpu())[1], shared_bytes=101_376)
+    assert plan_reasons(plan_for(release, 1, small))
+
+
+def test_auto_takes_the_megakernel_where_it_can_and_says_once_why_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="k3jax")
+    packed = megakernel.packed_params()
+    assert implementations.choose("auto", CONFIG, 8, packed, Gpu()) == "megakernel"
+    assert caplog.records == []
+    for _ in range(3):
+        assert implementations.choose("auto", CONFIG, 9, packed, Gpu()) == "xla"
+        assert implementations.choose("auto", CONFIG, 1, megakernel.params(), Gpu()) == "xla"
+    assert [record.getMessage() for record in caplog.records] == [
+        "decode steps run as 'xla', not as 'megakernel': batch: expected 1..8, got 9",
+        f"decode steps run as 'xla', not as 'megakernel': params[{pack.PACKED!r}]: the weights are not "
+        "packed; call Model.pack()",
+    ]
+
+
+def test_a_name_that_was_given_stands_or_raises_with_the_reasons() -> None:
+    assert implementations.choose("megakernel", CONFIG, 8, None, Gpu()) == "megakernel"
+    with pytest.raises(
+        NotImplementedError,
+        match=r"'megakernel' is not available here: device: .*; batch: .*; available: auto, xla",
+    ):
+        implementations.choose("megakernel", CONFIG, 9, None, Gpu(platform="cpu"))
+
+
+def test_a_model_of_auto_uses_the_kernel_once_its_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_device", lambda device: Gpu())
+    model = k3jax.Model(megakernel.params(), CONFIG)
+    assert model.implementation == "xla"
+    assert model.init_state(2, 300).kernel is None
+    model.pack()
+    assert model.implementation == "megakernel"
+    assert set(model.init_state(2, 300).kernel or ()) == {"work", "epoch", "fault"}
+    assert model.init_state(9, 300).kernel is None
+    params, name = implementations.step_inputs(model, 2)
+    assert name == "megakernel"
+    assert "lm_head" not in params
+    assert implementations.step_inputs(model, 9) == (model.params, "xla")
+    given = k3jax.Model(megakernel.params(), CONFIG, implementation="megakernel")
+    assert pack.PACKED in given.params
+    assert implementations.step_inputs(given, 9)[1] == "megakernel"  # which then refuses the batch
