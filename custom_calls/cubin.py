@@ -48,7 +48,7 @@ def _size(blob: bytes, at: int) -> int:
     return max(programs + program_size * program_count, sections + section_size * section_count)
 
 
-def _sections(image: bytes) -> list[tuple[str, bytes]]:
+def sections(image: bytes) -> list[tuple[str, bytes]]:
     (table,) = struct.unpack_from("<Q", image, 0x28)
     size, count, names_at = struct.unpack_from("<3H", image, 0x3A)
     heads = [struct.unpack_from("<IIQQQQ", image, table + i * size) for i in range(count)]
@@ -84,7 +84,7 @@ def usage(blob: bytes) -> Usage:
     found = images(blob)
     if not found:
         raise ValueError("module: expected GPU code (an ELF image for CUDA), found none")
-    sections = [section for image in found for section in _sections(image)]
+    sections = [section for image in found for section in sections(image)]
     pairs = [pair for name, data in sections if name == ".nv.info" for pair in _pairs(data)]
 
     def most(attribute: int) -> int:

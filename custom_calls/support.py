@@ -16,7 +16,7 @@ from k3jax.implementations import KNOWN
 from . import ffi
 from .artifacts import ArtifactError, Key, find, load
 from .compile import compiler_problem
-from .decode_megakernel.resources import THREADS
+from .decode_megakernel.resources import most_registers
 from .decode_megakernel.shapes import Plan, Target
 from .fit import plan_reasons
 from .pack import PACKED, packing_problems
@@ -137,9 +137,9 @@ def _compiled(plan: Plan, arch: str, device: Any) -> Iterator[str]:
         if compiler is not None:
             yield f"kernel: {error}"
         return
-    registers = artifact.about["registers"] * THREADS
-    if registers > plan.target.registers:
-        yield f"occupancy: a block takes {registers} registers, an SM has {plan.target.registers}"
+    registers, most = artifact.about["registers"], most_registers(plan.target)
+    if registers > most:
+        yield f"occupancy: the kernel takes {registers} registers a thread, an SM has {most}"
     shared = getattr(device, "shared_memory_per_block_optin", None)
     if shared is not None and shared < plan.target.shared_bytes:
         yield f"occupancy: a block takes {plan.target.shared_bytes} bytes of shared memory, got {shared}"

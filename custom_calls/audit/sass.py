@@ -95,7 +95,7 @@ def _instruction(at: int, row: dict[str, object]) -> Instruction:
 def jump_targets(image: bytes, name: str) -> dict[int, tuple[int, ...]]:
     """The targets of a kernel's jumps through tables, from its attributes in the image."""
     out: dict[int, tuple[int, ...]] = {}
-    for section, data in cubin._sections(image):
+    for section, data in cubin.sections(image):
         if section == f".nv.info.{name}":
             for attribute, value in _attributes(data):
                 if attribute == _JUMPS:

@@ -268,7 +268,7 @@ def abstract_operands(
     """Shapes and dtypes of the kernel's operands, the tree that the call takes.
 
     ``packed`` is :func:`packed_shapes`; ``experts`` and ``state`` are tuples over layers (experts: over
-    LatentMoE layers); ``work``, ``fault``, every state array, ``lengths`` and ``status`` are aliased to results.
+    LatentMoE layers); ``work``, ``fault``, state arrays, ``lengths`` and ``status`` are aliased to results.
     """
 
     def of(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:

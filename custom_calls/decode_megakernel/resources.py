@@ -14,7 +14,12 @@ RING_STAGES = 6
 RING_STAGE_BYTES = 30_720
 """Bytes of a stage: 8 rows of the widest chunk (1,920 bf16 columns), or of w1 and w3 of an expert."""
 CONSUMER_WARPS = 8
-THREADS = 32 * (CONSUMER_WARPS + 1)
+GROUP_WARPS = 4
+"""Warps that change their registers together."""
+THREADS = 32 * (CONSUMER_WARPS + GROUP_WARPS)
+"""The consumers, and a group of which one warp is the producer: its registers go to the consumers."""
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 224, 56
+"""Registers a thread once the two kinds have parted; both kinds together fit an SM."""
 PARTITIONS = 4
 """Schedulers of an SM, with a quarter of its registers each; warps are dealt to them in turn."""
 REGISTER_UNIT = 8
@@ -67,7 +72,7 @@ def registers(p: Plan, ins: Instruction) -> int:
 
 
 def most_registers(target: Target) -> int:
-    """Registers a thread that a block of THREADS can have: its fullest scheduler holds 3 of the 9 warps."""
+    """Registers a thread that a block of THREADS can start with: each scheduler holds 3 of the 12 warps."""
     warps = -(-(THREADS // 32) // PARTITIONS)
     return min(255, target.registers // PARTITIONS // warps // 32 // REGISTER_UNIT * REGISTER_UNIT)
 
@@ -75,13 +80,16 @@ def most_registers(target: Target) -> int:
 def resource_problems(s: Schedule) -> Iterator[str]:
     """Stages that do not fit an SM of the target."""
     target = s.plan.target
-    most = most_registers(target)
+    most = CONSUMER_REGISTERS
+    held = 32 * (CONSUMER_WARPS * CONSUMER_REGISTERS + GROUP_WARPS * PRODUCER_REGISTERS)
+    if held > min(target.registers, THREADS * most_registers(target)):
+        yield f"block: {held} registers, {target.name} has {target.registers}"
     seen: set[Op] = set()
     for at, ins in enumerate(s.instructions):
         if ins.sm1 > ins.sm0 and registers(s.plan, ins) > most:
             yield (
                 f"instruction {at} ({ins.op.name}): {registers(s.plan, ins)} registers a lane, "
-                f"the target has {most}"
+                f"a consumer has {most}"
             )
         if ins.op not in seen and shared_bytes(s.plan, ins.op) > target.shared_bytes:
             seen.add(ins.op)
@@ -95,7 +103,9 @@ def resource_problems(s: Schedule) -> Iterator[str]:
 
 
 __all__ = [
+    "CONSUMER_REGISTERS",
     "CONSUMER_WARPS",
+    "PRODUCER_REGISTERS",
     "MAX_WAITS",
     "RING_STAGES",
     "RING_STAGE_BYTES",

@@ -106,7 +106,7 @@ def test_k3_and_nano_are_not_refused(batch: int, sms: int) -> None:
         assert constraints.reasons(Plan(config(name), batch, Target("some", sms))) == ()
 
 
-def test_nine_warps_leave_168_registers_a_thread() -> None:
+def test_twelve_warps_leave_168_registers_a_thread() -> None:
     """Three warps on one scheduler share a quarter of the SM's registers, in units of 8 a thread."""
     assert most_registers(Target()) == 168
     assert 3 * 32 * 168 <= Target().registers // 4 < 3 * 32 * 176

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 
@@ -48,9 +49,9 @@ SEEDED = {
     ),
     "an exchange in a function called for some threads": (
         "stages/narrow.py",
-        "        if t.lane == 0:\n            store_shared(factor_at(t, pair, p.lanes), Float32, reciprocal(mass))",
-        "        if t.lane == 0:\n            store_shared(factor_at(t, pair, p.lanes), Float32, reciprocal(mass))\n"
-        "            signal(t, record)",
+        "        if t.lane == 0:\n            store_shared(factor_at(t, pair, p.lanes)",
+        "        if t.lane == 0:\n            signal(t, record)\n"
+        "            store_shared(factor_at(t, pair, p.lanes)",
         r"lane_factors, line \d+: `signal`, which holds",
     ),
     "a loop whose length differs from lane to lane": (
@@ -59,10 +60,10 @@ SEEDED = {
         "for i in cutlass.range(t.lane, part.n, 32, unroll=1):\n            total = total + combine_groups(",
         r"combine, line \d+: `combine_groups`, which holds an exchange, under `cutlass\.range\(t\.lane",
     ),
-    "a branch on an argument that is a lane's": (
+    "a branch on a number made from the lane": (
         "stages/residual.py",
-        "        for half in cutlass.range_constexpr(2):\n            column = t.lane + 32 * half\n            value = Float32(0)\n",
-        "        for half in cutlass.range_constexpr(2):\n            column = t.lane + 32 * half\n            value = Float32(0)\n"
+        "            column = t.lane + 32 * half\n            value = Float32(0)\n",
+        "            column = t.lane + 32 * half\n            value = Float32(0)\n"
         "            if column < 40:\n                value = warp_sum(value)\n",
         r"finish, line \d+: `warp_sum` under `column < 40`",
     ),
@@ -75,7 +76,4 @@ def test_a_seeded_violation_is_found(name: str) -> None:
     text = sources()[module]
     assert text.count(old) >= 1, "the source has changed: seed the violation elsewhere"
     found = [str(f) for f in findings({**sources(), module: text.replace(old, new)})]
-    assert found
-    import re
-
     assert any(re.match(message, line) for line in found), found

@@ -11,15 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.custom_calls.decode_megakernel.interpreter.machine import Machine, Weights
-from k3jax.custom_calls.decode_megakernel.interpreter.step import _conv_units, rows_of
+from k3jax.custom_calls.decode_megakernel.interpreter.machine import Weights
+from k3jax.custom_calls.decode_megakernel.interpreter.step import rows_of
 from k3jax.custom_calls.decode_megakernel.layout import pack_model
 from k3jax.custom_calls.decode_megakernel.operands import workspace_shapes
 from k3jax.custom_calls.decode_megakernel.schedule import Schedule, build
 from k3jax.custom_calls.decode_megakernel.shapes import Plan, Target
-from k3jax.custom_calls.decode_megakernel.stages import sublayer
 from k3jax.state import State, abstract_state
-from support.megakernel_replay import Snapshot, replay
+from support.megakernel_replay import Snapshot, replay, run_machine
 from support.random_k3 import params_from_tensors, random_config, random_tensors
 
 BATCH, LENGTHS, SMS, CAPACITY = 3, (130, 0, 5), 5, 256
@@ -53,18 +52,8 @@ def stopped(last: int) -> Snapshot:
     """What a kernel would leave that computes as the interpreter, stopped behind a sublayer."""
     schedule, weights = model()
     state, rows = begin()
-    kept = tuple(i for i in schedule.instructions if sublayer(i.op, i.layer, i.c0) <= last)
-    machine = Machine(dataclasses.replace(schedule, instructions=kept), weights, rows)
-    machine.memory = type(machine.memory)(schedule)
-    p, values = schedule.plan, machine.memory.values
-    for i, layer in enumerate(state.layers):
-        if "S" in layer:
-            machine.memory.load_state(f"S.{i}", layer["S"].transpose(1, 0, 2, 3).reshape(-1, p.V, p.K))
-            machine.memory.load_state(f"conv.{i}", _conv_units(layer["conv"], p))
-    for name in ("lengths", "status"):
-        machine.memory.load_state(name, getattr(state, name))
-    with np.errstate(all="ignore"):
-        machine.execute()
+    machine, values = run_machine(schedule, weights, state, rows, last)
+    p = schedule.plan
     return Snapshot(
         _fields(schedule, values, machine.slots),
         tuple(_layer(p, values, i, layer) for i, layer in enumerate(state.layers)),

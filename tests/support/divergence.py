@@ -24,8 +24,6 @@ _OF_WARP = {
     "sync_warp", "mma_tokens", "mma_bf16", "mma_f16",
 }  # fmt: skip
 """Exchanges that all lanes of a warp must reach."""
-_OF_BLOCK = {"sync", "barrier"}
-"""Barriers that all consumer warps must reach; ``t.sync()`` and ``cute.arch.barrier(...)``."""
 _SAME_IN_WARP = {"warp_sum", "warp_max", "warp_redux_sync", "make_warp_uniform"}
 """Calls whose result is the same in all lanes, whatever goes in."""
 
@@ -43,14 +41,22 @@ class Finding:
         return f"{self.function}, line {self.line}: {self.what} under {self.under}"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Function:
+    """A function, what the calls seen say of its parameters, and the exchanges it holds.
+
+    Attributes:
+        levels: of parameters; ``given``: functions that were passed as one.
+        exchanges: UNIFORM for none; WARP for one that a branch by lane forbids; LANE for a barrier of the
+            block, which a branch by warp forbids too.
+    """
+
+    module: str
     node: ast.FunctionDef
     params: list[str]
     levels: dict[str, int] = dataclasses.field(default_factory=dict)
-    """What is known of its parameters, from the calls seen."""
+    given: dict[str, set[_Function]] = dataclasses.field(default_factory=dict)
     exchanges: int = UNIFORM
-    """WARP or LANE if it holds an exchange: LANE-dependent branches forbid it, and from LANE on WARP too."""
 
 
 def _name(call: ast.Call) -> str:
@@ -60,21 +66,25 @@ def _name(call: ast.Call) -> str:
 
 def _functions(sources: Mapping[str, str]) -> dict[str, list[_Function]]:
     found: dict[str, list[_Function]] = {}
-    for text in sources.values():
+    for module, text in sources.items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 params = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-                found.setdefault(node.name, []).append(_Function(node, params))
+                found.setdefault(node.name, []).append(_Function(module, node, params))
     return found
+
+
+def _is_block_barrier(call: ast.Call) -> bool:
+    """``t.sync()`` or cute's ``barrier(...)`` and ``sync_threads()``; not ``t.barrier``, an address."""
+    f = call.func
+    if not isinstance(f, ast.Attribute):
+        return False
+    of_t = isinstance(f.value, ast.Name) and f.value.id == "t"
+    return f.attr == "sync" if of_t else f.attr in ("barrier", "sync_threads")
 
 
 def _is_record_word(node: ast.AST) -> bool:
     return isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "record"
-
-
-def _static(test: ast.AST) -> bool:
-    """A test or a range that the compiler decides."""
-    return isinstance(test, ast.Call) and _name(test) in ("const_expr", "range_constexpr", "range", "enumerate", "zip")
 
 
 class _Reader:
@@ -88,7 +98,8 @@ class _Reader:
 
     def level(self, node: ast.AST | None) -> int:
         """How a value may differ."""
-        if node is None or isinstance(node, (ast.Constant, ast.Lambda)):
+        length = isinstance(node, ast.Call) and _name(node) == "len"
+        if node is None or length or isinstance(node, (ast.Constant, ast.Lambda)):
             return UNIFORM
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "t":
             return _LEVEL_OF.get(node.attr, UNIFORM)
@@ -127,9 +138,13 @@ class _Reader:
             self.block(s.orelse, inner, why)
         elif isinstance(s, ast.For):
             self.expression(s.iter, depth, under)
-            plain = isinstance(s.iter, ast.Call) and not isinstance(s.iter.func, ast.Name)
-            arguments = s.iter if plain and _name(s.iter) == "range" else None
-            inner, why = self._inside(arguments, depth, under) if arguments is not None else (depth, under)
+            # Loops of cutlass.range run as often as its arguments say; others are unrolled.
+            at_run_time = (
+                isinstance(s.iter, ast.Call)
+                and isinstance(s.iter.func, ast.Attribute)
+                and _name(s.iter) == "range"
+            )
+            inner, why = self._inside(s.iter, depth, under) if at_run_time else (depth, under)
             self.assign(s.target, max(self.level(s.iter), inner))
             self.block(s.body, inner, why)
         else:
@@ -144,7 +159,7 @@ class _Reader:
                 self.block(s.body, depth, under)
 
     def _inside(self, test: ast.AST, depth: int, under: str) -> tuple[int, str]:
-        if _static(test) and _name(test) == "const_expr":  # type: ignore[arg-type]
+        if isinstance(test, ast.Call) and _name(test) == "const_expr":
             return depth, under
         level = self.level(test)
         return (level, f"`{ast.unparse(test)}`") if level > depth else (depth, under)
@@ -167,13 +182,12 @@ class _Reader:
             self.function.exchanges = max(self.function.exchanges, WARP)
             if depth == LANE:
                 self.find(call, f"`{name}`", under)
-        if name in _OF_BLOCK and isinstance(call.func, ast.Attribute):
+        if _is_block_barrier(call):
             self.function.exchanges = LANE
             if depth >= WARP:
                 self.find(call, f"the barrier `{ast.unparse(call.func)}`", under)
             return
-        plain = isinstance(call.func, ast.Name)
-        for other in self.functions.get(name, ()) if plain else ():
+        for other in self._resolve(name) if isinstance(call.func, ast.Name) else ():
             self._into(other, call)
             self.function.exchanges = max(self.function.exchanges, other.exchanges)
             if depth == LANE and other.exchanges >= WARP:
@@ -181,12 +195,23 @@ class _Reader:
             elif depth == WARP and other.exchanges == LANE:
                 self.find(call, f"`{name}`, which holds a barrier of the block,", under)
 
+    def _resolve(self, name: str) -> list[_Function]:
+        """The functions that a name can stand for: one passed in, one of this module, one imported."""
+        if name in self.function.params:
+            return list(self.function.given.get(name, ()))
+        same = self.functions.get(name, [])
+        return [f for f in same if f.module == self.function.module] or same
+
     def _into(self, other: _Function, call: ast.Call) -> None:
         """Levels of the arguments to the parameters of the function called."""
         pairs = [*zip(other.params, call.args, strict=False)]
         pairs += [(k.arg, k.value) for k in call.keywords if k.arg in other.params]
         for param, value in pairs:
             level = self.level(value)
+            for passed in self._resolve(value.id) if isinstance(value, ast.Name) else ():
+                if passed not in other.given.setdefault(param, set()):
+                    other.given[param].add(passed)
+                    self.changed = True
             if param and param not in ("t", "record") and level > other.levels.get(param, UNIFORM):
                 other.levels[param] = level
                 self.changed = True
@@ -220,7 +245,12 @@ def kernel_sources(folder: Path) -> dict[str, str]:
 def _read(folder: Path) -> Iterator[tuple[str, str]]:
     for path in sorted(folder.rglob("*.py")):
         name = str(path.relative_to(folder))
-        if not name.startswith("constraints") and name not in ("geometry.py", "tables.py", "ptx.py", "call.py"):
+        if not name.startswith("constraints") and name not in (
+            "geometry.py",
+            "tables.py",
+            "ptx.py",
+            "call.py",
+        ):
             yield name, path.read_text()
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from k3jax.custom_calls.decode_megakernel.instructions import Instruction, Op
 from k3jax.custom_calls.decode_megakernel.interpreter.machine import Machine, Piece, Rows, Weights
+from k3jax.custom_calls.decode_megakernel.interpreter.memory import Memory
 from k3jax.custom_calls.decode_megakernel.interpreter.stages import run_piece
 from k3jax.custom_calls.decode_megakernel.schedule import Schedule
 from k3jax.custom_calls.decode_megakernel.shapes import ROW_GROUP, Plan
@@ -236,6 +237,48 @@ def _compare(
     return out
 
 
+def run_machine(
+    schedule: Schedule, weights: Weights, state: Any, rows: Rows, until: int | None = None
+) -> tuple[Machine, Any]:
+    """An interpreter that ran a step, or its sublayers up to ``until``; and its buffers."""
+    kept = tuple(i for i in schedule.instructions if until is None or sublayer(i.op, i.layer, i.c0) <= until)
+    machine = Machine(dataclasses.replace(schedule, instructions=kept), weights, rows)
+    p, memory = schedule.plan, Memory(schedule)
+    machine.memory = memory
+    begin = Snapshot(
+        {}, state.layers, state.lengths, state.status, state.lengths, state.lengths, state.lengths
+    )
+    for i, layer in enumerate(state.layers):
+        for name in ("S", "conv") if "S" in layer else ():
+            memory.load_state(f"{name}.{i}", _numbered(p, begin, name, i))
+    memory.load_state("lengths", state.lengths)
+    memory.load_state("status", state.status)
+    with np.errstate(all="ignore"):  # rows that do not run hold anything
+        machine.execute()
+    return machine, memory.values
+
+
+def whole(machine: Machine, run: np.ndarray, after: Snapshot) -> list[Difference]:
+    """Differences of every buffer at the end of a step from those of an interpreter that ran it alone."""
+    p = machine.schedule.plan
+    out = [_slot_difference(machine, run, after.fields)] if p.config.num_moe_layers else []
+    two = _has_two(machine.schedule)
+    with np.errstate(all="ignore"):
+        for name, mine in machine.memory.values.items():
+            if name == ("shared.0" if two else "shared.1"):
+                continue
+            other = _units(p, after, name)
+            if name == "score":
+                sources = p.snapshots(2 * p.layers) + 1
+                mine, other = mine[:, :, :sources], other[:, :, :sources]
+            if name == "best":
+                mine, other = _top(mine), _top(other)
+            out.append(
+                _difference("step", name, *(_of_running_rows(p, name, x, 0, run) for x in (other, mine)))
+            )
+    return out
+
+
 def _has_two(schedule: Schedule) -> bool:
     return "shared.1" in {a.buffer for ins in schedule.instructions for a in ins.writes}
 
@@ -276,4 +319,4 @@ def _difference(stage: str, name: str, got: np.ndarray, want: np.ndarray) -> Dif
     return Difference(stage, name, float(np.sqrt(np.mean(error**2)) / size), float(error.max() / size))
 
 
-__all__ = ["Difference", "Snapshot", "replay"]
+__all__ = ["Difference", "Snapshot", "replay", "run_machine", "whole"]

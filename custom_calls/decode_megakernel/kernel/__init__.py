@@ -1,1 +1,1 @@
-"""The persistent kernel in CuTe DSL. Importing a module of this package imports cutlass; nothing else does."""
+"""The persistent kernel in CuTe DSL; geometry, tables and constraints need no cutlass, the rest does."""

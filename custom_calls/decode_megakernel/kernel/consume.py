@@ -1,5 +1,4 @@
 """The consumer warps: every instruction of this SM's program, in order."""
-# ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202 (values of the tracing compiler)
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from .stages.experts import expert_in, expert_out
 from .stages.kda import kda_step
 from .stages.mixture import embed, finish, mix
 from .stages.narrow import kda_decay, mla_absorb, mla_value
-from .stages.residual import residual_stage
 from .stages.resident import is_normed, mla_query, normed_stages
+from .stages.residual import residual_stage
 from .stages.route import route
 
 RESIDUAL = (Op.KDA_OUT, Op.MLA_OUT, Op.SHARED_DOWN, Op.LATENT_UP, Op.DENSE_DOWN)

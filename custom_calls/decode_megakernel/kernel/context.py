@@ -1,5 +1,4 @@
 """What every stage sees: the plan, the SM it runs on, addresses, and the instruction being run."""
-# ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202 (values of the tracing compiler)
 
 from __future__ import annotations
 
@@ -140,7 +139,6 @@ class Part(Fixed):
 
 
 __all__ = [
-    "Fixed",
     "COUNT_AT",
     "DEAD_AT",
     "EMPTY_AT",
@@ -154,6 +152,7 @@ __all__ = [
     "SUMS_AT",
     "TOKEN_AT",
     "Context",
+    "Fixed",
     "Part",
     "Record",
 ]

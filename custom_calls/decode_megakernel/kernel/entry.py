@@ -1,5 +1,4 @@
 """The kernel: one block an SM, a producer warp and eight consumer warps, and the launch."""
-# ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202 (values of the tracing compiler)
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from cutlass.utils import SmemAllocator
 from k3jax.state import CACHE_BLOCK, STATUS_BAD_TOKEN, STATUS_FULL
 
 from ..operands import COUNTER_WORDS, packed_shapes
-from ..resources import CONSUMER_WARPS, RING_STAGES, THREADS
+from ..resources import CONSUMER_REGISTERS, CONSUMER_WARPS, PRODUCER_REGISTERS, RING_STAGES, THREADS
 from . import geometry as g
 from .consume import consume
 from .context import (
@@ -152,9 +151,13 @@ def step(fixed: dict, moving: dict, results: dict, geo: Constexpr):
     prepare(t, operands, _pointers(geo, operands))
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
-    if warp == CONSUMER_WARPS:
-        produce(t)
+    # The producer's group of four warps hands its registers to the two that compute.
+    if warp >= CONSUMER_WARPS:
+        cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+        if warp == CONSUMER_WARPS:
+            produce(t)
     else:
+        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         consume(t)
 
 

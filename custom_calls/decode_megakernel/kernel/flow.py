@@ -1,5 +1,4 @@
 """Walking the program, hand-offs between SMs, and the ring between the producer and the consumers."""
-# ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202 (values of the tracing compiler)
 
 from __future__ import annotations
 
@@ -14,6 +13,8 @@ from .ptx import bulk_copy, from_lane, gmem, load, load_shared, select_int, slee
 
 SMALL_TILE = 16_384
 """Up to this many bytes a tile does not count towards the copies in flight."""
+SIGNALLER = 32 * (CONSUMER_WARPS - 1)
+"""The thread that signals: of another warp than the one that polls, which the release would hold up."""
 CHECK_EVERY = 64
 """Polls between two looks at the fault record: another SM may have given up."""
 
@@ -112,7 +113,7 @@ def signal(t, record):
     t.sync()
     stamp(t, record, 2)
     index = record[9]
-    if t.tid == 0:
+    if t.tid == SIGNALLER:
         delay(t, index + 17)
         cute.arch.red(
             gmem(counter(t, index), Int32), Int32(1), op="add", dtype="s32", sem="release", scope="gpu"
@@ -146,7 +147,7 @@ def release(t, k):
 
 @cute.jit
 def open_tile(t, k, count):
-    """Producer: make tile ``k`` expect ``count`` bytes, once its stage is free and few copies are in flight."""
+    """Producer: make tile ``k`` expect ``count`` bytes, once its stage is free and few copies run."""
     stage = k % RING_STAGES
     turn = k // RING_STAGES
     if t.lane == 0:

@@ -4,7 +4,6 @@ It walks the same program as the consumers, ahead of them through stages and lay
 and old cache rows were there when the step began, so it waits for nothing but room in the ring, except
 for the choice of experts.
 """
-# ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202 (values of the tracing compiler)
 
 from __future__ import annotations
 

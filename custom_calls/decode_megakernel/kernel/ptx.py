@@ -4,7 +4,6 @@ Addresses are Int64 (global memory) or Int32 (shared memory) byte addresses. Loa
 are the compiler's own, hence ordered by barriers and never non-coherent; pure arithmetic is inline
 assembly without side effects, so the compiler schedules it freely.
 """
-# ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202 (values of the tracing compiler)
 
 from __future__ import annotations
 

@@ -15,12 +15,11 @@ A row that does not run leaves y and touches no state.
 
 Constraints: K = V = 128.
 """
-# ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202 (values of the tracing compiler)
 
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int64, cute
 
 from .. import geometry as g
 from ..context import SUMS_AT, Fixed, Part
@@ -37,7 +36,6 @@ from ..ptx import (
     rsqrt,
     select,
     sigmoid,
-    store,
     store4,
     store_bf16,
     store_shared,

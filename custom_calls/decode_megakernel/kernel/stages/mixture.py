@@ -12,7 +12,6 @@ first sublayer has one source and no scores. Warp b takes row b.
 
 Constraints: at most 16 sources.
 """
-# ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202 (values of the tracing compiler)
 
 from __future__ import annotations
 

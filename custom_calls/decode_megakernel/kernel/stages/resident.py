@@ -14,7 +14,6 @@ gate and up in neighbouring rows through SiTU.
 
 Constraints: columns / 64 registers a lane for the vector (112 at 7168).
 """
-# ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202 (values of the tracing compiler)
 
 from __future__ import annotations
 
@@ -107,7 +106,9 @@ def mla_query(t, record, k):
 
 
 @cute.jit
-def products(t, x, record, k, chunks: cutlass.Constexpr, blocks: cutlass.Constexpr, finish: cutlass.Constexpr):
+def products(
+    t, x, record, k, chunks: cutlass.Constexpr, blocks: cutlass.Constexpr, finish: cutlass.Constexpr
+):
     """All groups of this SM's part, PASS at a time, each finished by ``finish``."""
     part = Part(t, record)
     mine = -(-blocks // CONSUMER_WARPS)

@@ -13,7 +13,6 @@ until the last chunk. LATENT_UP's vector is normed as it is loaded, others are t
 
 Constraints: at most 8 groups an SM, so D <= 64 x SMs; warp b finishes row b.
 """
-# ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202 (values of the tracing compiler)
 
 from __future__ import annotations
 
@@ -68,7 +67,9 @@ def _has(p, name):
 
 
 @cute.jit
-def load_chunk(t, x, source, row_bytes, chunk_column, blocks, columns, gain, normed, count: cutlass.Constexpr):
+def load_chunk(
+    t, x, source, row_bytes, chunk_column, blocks, columns, gain, normed, count: cutlass.Constexpr
+):
     """Registers of one chunk's part of this lane: token ``lane / 4``, its warp's blocks; zeros outside."""
     token, piece = t.lane >> 2, t.lane & 3
     for j in cutlass.range_constexpr(count):
@@ -121,7 +122,9 @@ def residual_stage(t, record, k):
         for i in cutlass.range_constexpr(4 * count):
             x[i] = ahead[i]
         if c + 1 < c1:
-            load_chunk(t, ahead, source, row_bytes, (c + 1) * blocks * 32, blocks, columns, gain, normed, count)
+            load_chunk(
+                t, ahead, source, row_bytes, (c + 1) * blocks * 32, blocks, columns, gain, normed, count
+            )
         for i in cutlass.range_constexpr(MOST_GROUPS):
             if i < part.n:
                 multiply(t, x, sums, i, k, blocks, count)

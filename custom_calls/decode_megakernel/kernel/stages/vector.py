@@ -7,7 +7,6 @@ Warp w takes blocks ``w, w + 8, ..`` of every chunk. Lanes of tokens the batch h
 ``normed``:  x = round(round(h * scale_b) * gain),  scale_b = rsqrt(sum_sm ssq[b, sm] / n + eps)
 is computed once per number by all threads together, and passes through shared memory.
 """
-# ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202 (values of the tracing compiler)
 
 from __future__ import annotations
 
@@ -129,7 +128,9 @@ def load_resident(t, x, source, row_bytes, gain, tile: cutlass.Constexpr, parts:
             if unit < units:
                 for b in cutlass.range_constexpr(t.B):
                     scale = load_shared(t.small + SCALE_AT + 4 * b, Float32)
-                    words = [normed_word(raw[4 * (i * t.B + b) + j], gains[4 * i + j], scale) for j in range(4)]
+                    words = [
+                        normed_word(raw[4 * (i * t.B + b) + j], gains[4 * i + j], scale) for j in range(4)
+                    ]
                     store4_shared(t.scratch + b * pitch + 16 * unit, words)
         t.sync()
         fragments(t, x, tile, c0, now, pitch, units)
@@ -143,7 +144,13 @@ def _keep(registers, at, words):
 
 @cute.jit
 def fragments(
-    t, x, tile: cutlass.Constexpr, c0: cutlass.Constexpr, now: cutlass.Constexpr, pitch, units: cutlass.Constexpr
+    t,
+    x,
+    tile: cutlass.Constexpr,
+    c0: cutlass.Constexpr,
+    now: cutlass.Constexpr,
+    pitch,
+    units: cutlass.Constexpr,
 ):
     """This lane's registers of chunks ``c0 .. c0 + now`` out of scratch."""
     blocks = tile.chunk // 32

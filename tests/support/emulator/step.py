@@ -1,0 +1,225 @@
+"""A decode step by the kernel's own sources on the emulated GPU.
+
+The sources are loaded anew with the stand-ins in place of cutlass and ptx, so nothing here needs cutlass,
+and modules of the same names that others have imported are left alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from k3jax.custom_calls.decode_megakernel import operands as _operands
+from k3jax.custom_calls.decode_megakernel.kernel.geometry import CONSUMERS, Geometry
+from k3jax.custom_calls.decode_megakernel.operands import Field, abstract_operands, abstract_results
+from k3jax.custom_calls.decode_megakernel.resources import RING_STAGE_BYTES, RING_STAGES, THREADS
+from k3jax.custom_calls.decode_megakernel.schedule import Schedule
+
+from .device import Device
+from .memory import Global
+from .numbers import BF16, Int64
+from .stand_ins import Modules
+
+KERNEL = "k3jax.custom_calls.decode_megakernel.kernel"
+_OWN = ("geometry", "tables", "constraints_attention", "constraints_moe", "constraints")
+"""Modules of the kernel's package that need no stand-ins, and are not loaded anew."""
+
+
+class Operand:
+    """An array in global memory as the kernel sees it: its address and its shape."""
+
+    def __init__(self, address: int, shape: tuple[int, ...]):
+        self.address, self.shape = address, shape
+
+    @property
+    def iterator(self) -> Operand:
+        return self
+
+    def toint(self) -> Int64:
+        return Int64(self.address)
+
+
+@contextmanager
+def _in_place_of(table: Mapping[str, Any]) -> Iterator[None]:
+    """The stand-ins as modules, the kernel's modules absent, import hooks of tests out of the way."""
+    mine = {
+        name for name in sys.modules
+        if name in table or name.split(".")[0] in ("cutlass", "cuda") or _is_kernels(name)
+    }  # fmt: skip
+    kept = {name: sys.modules.pop(name) for name in mine}
+    finders = list(sys.meta_path)
+    sys.meta_path[:] = [f for f in finders if f in _standard_finders() or "editable" in type(f).__module__]
+    sys.modules.update(table)
+    try:
+        yield
+    finally:
+        for name in [n for n in sys.modules if n in table or _is_kernels(n)]:
+            del sys.modules[name]
+        sys.modules.update(kept)
+        sys.meta_path[:] = finders
+
+
+def _load_edited(name: str, old: str, new: str) -> None:
+    """A module from its source with one text replaced; modules imported later see it."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"edits: no module {name}")
+    text = Path(spec.origin).read_text()
+    if text.count(old) < 1:
+        raise ValueError(f"edits: {name} does not hold {old!r}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    exec(compile(text.replace(old, new), spec.origin, "exec"), vars(module))
+
+
+def _standard_finders() -> tuple[Any, ...]:
+    machinery = importlib.machinery
+    return machinery.BuiltinImporter, machinery.FrozenImporter, machinery.PathFinder
+
+
+def _is_kernels(name: str) -> bool:
+    own = name.removeprefix(f"{KERNEL}.")
+    return own != name and own not in _OWN
+
+
+class Kernel:
+    """The kernel's sources, loaded with stand-ins.
+
+    Args:
+        edits: (text, its replacement) in the source of a module, by the module's name within the kernel's
+            package: for seeding faults.
+    """
+
+    def __init__(self, edits: Mapping[str, tuple[str, str]] | None = None):
+        self.modules = Modules()
+        with _in_place_of(self.modules.table(KERNEL)):
+            for name, edit in (edits or {}).items():
+                _load_edited(f"{KERNEL}.{name}", *edit)
+            self.entry = importlib.import_module(f"{KERNEL}.entry")
+            self.full_at: int = importlib.import_module(f"{KERNEL}.context").FULL_AT
+
+    def launch(
+        self, geometry: Geometry, operands: Mapping[str, Any], seed: int | None = None
+    ) -> dict[str, Any]:
+        """One launch on numpy arrays: the tree of ``abstract_results`` as numpy arrays.
+
+        Args:
+            operands: numpy arrays, the tree of ``abstract_operands``.
+            seed: order of the threads, see :class:`.fibers.Scheduler`.
+        """
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(operands))
+        fresh = {
+            name: _poison(leaf)
+            for name, leaf in abstract_results(geometry.plan, shapes).items()
+            if name not in _operands.ALIASED
+        }
+        leaves = jax.tree.leaves((operands, fresh))
+        memory = Global(sum(x.nbytes + 8192 for x in leaves) + 8192)
+        placed = jax.tree_util.tree_map_with_path(
+            lambda path, x: Operand(memory.place(jax.tree_util.keystr(path), x), x.shape), dict(operands)
+        )
+        new = {name: Operand(memory.place(name, x), x.shape) for name, x in fresh.items()}
+        moving = {name: placed[name] for name in _operands.ALIASED}
+        fixed = {name: placed[name] for name in placed if name not in _operands.ALIASED}
+        stages = {
+            geometry.small_at + self.full_at + 8 * i: (i * RING_STAGE_BYTES, RING_STAGE_BYTES)
+            for i in range(RING_STAGES)
+        }
+        shared_bytes = -(-geometry.shared_bytes // 16) * 16
+        device = Device(memory, geometry.plan.sms, THREADS, CONSUMERS, shared_bytes, seed, stages)
+        self.modules.device = device
+        device.run(lambda: self.entry.step(fixed, moving, new, geometry))
+
+        def back(operand: Any, like: Any) -> np.ndarray:
+            data = memory.bytes[operand.address : operand.address + like.nbytes]
+            return data.view(like.dtype).reshape(like.shape).copy()
+
+        out = {name: jax.tree.map(back, moving[name], operands[name], is_leaf=_is_operand) for name in moving}
+        return out | {name: back(new[name], fresh[name]) for name in new}
+
+
+def _is_operand(x: Any) -> bool:
+    return isinstance(x, Operand)
+
+
+def _poison(leaf: Any) -> np.ndarray:
+    """An array of NaN, or of a large number."""
+    return np.full(leaf.shape, np.nan if leaf.dtype == np.float32 else 0x7FC07FC0, leaf.dtype)
+
+
+# -- operands -------------------------------------------------------------------------------------
+
+
+def operands_of(
+    schedule: Schedule, tables: Any, params: Mapping[str, Any], state: Any, tokens: Any, active: Any
+) -> dict[str, Any]:
+    """The operands of a step as numpy arrays; the workspace is NaN but for its counters.
+
+    Args:
+        tables: ``kernel.tables.kernel_tables`` of the schedule.
+        params: numpy tree; state: a State of numpy arrays.
+    """
+    p = schedule.plan
+    packed = {}
+    for name, (dtype, shape) in _operands.packed_shapes(p).items():
+        parts = [np.asarray(_operands.packed_part(params, p, name, i)) for i in range(shape[0])]
+        packed[name] = np.stack(parts).astype(BF16 if dtype == "bfloat16" else dtype)
+    work = np.full(_operands.workspace_bytes(p, schedule.counters) // 4, 0x7FC07FC0, np.int32)
+    counters = _operands.workspace(p, schedule.counters)["counters"]
+    work[counters.offset // 4 : (counters.offset + counters.nbytes) // 4] = 0
+    experts = tuple(
+        {
+            name: np.asarray(leaf)
+            for name, leaf in _operands.expert_operands(layer["block_sparse_moe"]).items()
+        }
+        for layer in params["layers"]
+        if "block_sparse_moe" in layer
+    )
+    out = {
+        "packed": packed,
+        "experts": experts,
+        "embed": params["embed_tokens"],
+        "state": tuple({name: np.asarray(x) for name, x in layer.items()} for layer in state.layers),
+        "lengths": np.asarray(state.lengths, np.int32),
+        "status": np.asarray(state.status, np.int32),
+        "work": work,
+        "fault": np.zeros(_operands.FAULT_WORDS, np.int32),
+        "epoch": np.zeros(1, np.int32),
+        "tokens": np.asarray(tokens, np.int32),
+        "active": np.asarray(active).astype(np.int32),
+        "max_length": np.array([state.max_length], np.int32),
+        "records": tables.records,
+        "program": tables.program,
+        "starts": tables.starts,
+    }
+    rows = next((s["cache"].shape[1] for s in out["state"] if "cache" in s), 0)
+    want = abstract_operands(p, schedule.counters, len(tables.records), len(tables.program), rows)
+    jax.tree.map(_check, want, out)
+    return out
+
+
+def _check(want: Any, have: Any) -> None:
+    if tuple(want.shape) != have.shape or np.dtype(want.dtype) != have.dtype:
+        raise ValueError(f"operands: expected {want.dtype} {want.shape}, got {have.dtype} {have.shape}")
+
+
+def fields_of(geometry: Geometry, work: np.ndarray) -> dict[str, np.ndarray]:
+    """The workspace by field."""
+    return {name: _cut(field, work) for name, field in geometry.fields.items()}
+
+
+def _cut(field: Field, work: np.ndarray) -> np.ndarray:
+    data = work.view(np.uint8)[field.offset : field.offset + field.nbytes]
+    return data.view(BF16 if field.dtype == "bfloat16" else field.dtype).reshape(field.shape)
+
+
+__all__ = ["Kernel", "fields_of", "operands_of"]
