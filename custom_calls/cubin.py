@@ -84,14 +84,14 @@ def usage(blob: bytes) -> Usage:
     found = images(blob)
     if not found:
         raise ValueError("module: expected GPU code (an ELF image for CUDA), found none")
-    sections = [section for image in found for section in sections(image)]
-    pairs = [pair for name, data in sections if name == ".nv.info" for pair in _pairs(data)]
+    all_sections = [section for image in found for section in sections(image)]
+    pairs = [pair for name, data in all_sections if name == ".nv.info" for pair in _pairs(data)]
 
     def most(attribute: int) -> int:
         return max((value for key, value in pairs if key == attribute), default=0)
 
-    code = sum(len(data) for name, data in sections if name.startswith(".text."))
+    code = sum(len(data) for name, data in all_sections if name.startswith(".text."))
     return Usage(most(_REGISTERS), most(_FRAME), code)
 
 
-__all__ = ["Usage", "images", "usage"]
+__all__ = ["Usage", "images", "sections", "usage"]

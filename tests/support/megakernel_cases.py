@@ -88,7 +88,7 @@ class KernelCase:
 
 
 NANO = tuple(KernelCase("nano", batch) for batch in (1, 3, 8, 2, 4, 5, 6, 7))
-SLICE4 = tuple(KernelCase("slice4", batch) for batch in (1, 8))
+SLICE4 = tuple(KernelCase("slice4", batch) for batch in (1, 2, 4, 8))
 SHARD93 = (KernelCase("shard93", 1), KernelCase("shard93", 4))
 DELAYS = (KernelCase("nano", 3, options=(("delays", True),)),)
 """Every wait and signal pauses for a pseudo-random time."""
