@@ -31,8 +31,8 @@ def test_every_exchange_is_reached_by_all() -> None:
 SEEDED = {
     "a record's word for thread 0 alone": (
         "flow.py",
-        "    if t.tid == 0:\n        delay(t, index + 17)",
-        "    if t.tid == 0:\n        delay(t, record[9] + 17)",
+        "delay(t, index + 17)",
+        "delay(t, record[9] + 17)",
         r"signal, line \d+: `record\[9\]`",
     ),
     "a sum of the warp for one lane": (

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +13,11 @@ import pytest
 
 import k3jax
 from k3jax import checkpoints, mesh
-from k3jax.mesh import launch
+from support import process_pair
 from support.checkpoint_files import assert_same_arrays, small_config, write_small
 from support.compare import assert_close
 from support.generation import config as text_config
 from support.generation import model as text_model
-
-PACKAGE = Path(k3jax.__file__).parent.parent
 
 
 def file_config(**changes: Any) -> Any:
@@ -88,6 +83,7 @@ def test_a_scale_that_cannot_be_decoded_is_named_by_its_expert_not_its_slot(
         checkpoints.load_params(path, mesh=plan, progress=False)
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_weights_of_one_device(cpu_devices: list[Any]) -> None:
     c = file_config()
     plan = plan_of(c, cpu_devices, 8, tensor=4, expert_width=2, loads=np.arange(5.0))
@@ -197,25 +193,7 @@ def test_each_of_two_processes_reads_only_the_bytes_of_its_devices(converted: bo
     if converted:
         checkpoints.convert(path, tmp_path / "orbax", progress=False)
         path = tmp_path / "orbax"
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "PYTHONPATH": str(PACKAGE),
-    }
-    address = f"127.0.0.1:{launch.free_port()}"
-    command = [sys.executable, "-c", WORKER, address]
-    workers = [
-        subprocess.Popen([*command, str(rank), str(path)], env=environment, stdout=-1, stderr=-1, text=True)
-        for rank in range(2)
-    ]
-    try:
-        results = [worker.communicate(timeout=240) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for worker, (_, err) in zip(workers, results, strict=True):
-        assert worker.returncode == 0, err[-3000:]
-    found = [json.loads(out.splitlines()[-1]) for out, _ in results]
+    found = [json.loads(line) for line in process_pair.run(WORKER, str(path), devices=4)]
     experts = c.num_moe_layers * 24 * 3 * 64 * 64 * (16 + 1) // 32
     for report in found:
         assert report["bytes"] == report["needed"]

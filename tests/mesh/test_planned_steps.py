@@ -37,7 +37,7 @@ def assert_equal(found: dict[str, Any]) -> None:
     ("n", "options", "batch"),
     [
         (8, {"tensor": 2, "dispatch": "all_to_all", "capacity": 1}, 9),
-        (8, {"tensor": 4, "expert_width": 2, "split_sequence": True}, 3),
+        pytest.param(8, {"tensor": 4, "expert_width": 2, "split_sequence": True}, 3, marks=pytest.mark.slow),
         pytest.param(8, {"tensor": 2, "dispatch": "gather"}, 5, marks=pytest.mark.slow),
         pytest.param(1, {}, 2, marks=pytest.mark.slow),
         pytest.param(8, {"tensor": 1, "dispatch": "all_to_all"}, 16, marks=pytest.mark.slow),
@@ -57,7 +57,8 @@ def test_decode_steps_equal_those_of_one_device(
 @pytest.mark.parametrize("routing", mesh_cases.ROUTINGS[1:])
 @pytest.mark.parametrize("kind", ["gather", "all_to_all"])
 def test_whatever_the_routing(routing: str, kind: str, cpu_devices: list[Any]) -> None:
-    found = mesh_cases.compare(plan_for(cpu_devices, 8, tensor=2, dispatch=kind), 8, routing)
+    """22 experts in 24 slots: the replicas touch four of the ranks, the others' experts lie nowhere else."""
+    found = mesh_cases.compare(plan_for(cpu_devices, 8, tensor=2, dispatch=kind), 8, routing, num_experts=22)
     assert_equal(found)
     if routing == "one rank":
         assert found["busiest"] == 1.0

@@ -75,7 +75,8 @@ def test_every_logical_axis_of_the_model_is_cut_or_known_to_be_whole() -> None:
     from k3jax.mesh.plan import MESH_AXES
     from k3jax.nnx_model import param_axes
 
-    leaves = jax.tree.leaves(param_axes(K3), is_leaf=lambda x: isinstance(x, Axes))
+    every = k3jax.K3Config.preset("k3-slice", num_layers=4)  # both attentions, dense and LatentMoE
+    leaves = jax.tree.leaves(param_axes(every), is_leaf=lambda x: isinstance(x, Axes))
     named = {name for axes in leaves for name in axes.names if name is not None}
     assert named <= MESH_AXES.keys()
 

@@ -8,7 +8,7 @@ warp do together (:meth:`Device.together`) is checked to be the same thing in al
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -94,6 +94,7 @@ class Device:
         seed: order of the threads, see :class:`.fibers.Scheduler`.
         stages: (first byte, bytes) of shared memory that a barrier guards, by the barrier's address: once it
             expects a new tile, nothing of the tile before may be used.
+        flags: words of shared memory that are not watched for races, see :class:`.memory.Shared`.
     """
 
     def __init__(
@@ -105,11 +106,16 @@ class Device:
         shared_bytes: int,
         seed: int | None = None,
         stages: Mapping[int, tuple[int, int]] | None = None,
+        flags: Collection[int] = (),
     ):
         self.memory = memory
         self.scheduler = Scheduler(seed)
         self.blocks = [
-            Block(b, Shared(shared_bytes), [Warp(f"block {b}, warp {w}") for w in range(threads // LANES)])
+            Block(
+                b,
+                Shared(shared_bytes, flags),
+                [Warp(f"block {b}, warp {w}") for w in range(threads // LANES)],
+            )
             for b in range(blocks)
         ]
         self.threads, self.consumers, self.shared_bytes = threads, consumers, shared_bytes
@@ -127,7 +133,8 @@ class Device:
         """Run ``body`` in every thread of the grid."""
 
         def counted() -> None:
-            body()
+            with np.errstate(all="ignore"):  # as on a GPU: a NaN is a number like others
+                body()
             self._running -= 1
             if not self._running:
                 self.scheduler.wake(self._copier)

@@ -65,11 +65,13 @@ class Scheduler:
         """
         self.fibers = [Fiber(body, data) for body, data in bodies]
         self.ready.extend(self.fibers)
-        before = threading.stack_size(STACK_BYTES)
         threads = [threading.Thread(target=self._main, args=(f,), daemon=True) for f in self.fibers]
-        threading.stack_size(before)
-        for thread in threads:
-            thread.start()
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            for thread in threads:
+                thread.start()
+        finally:
+            threading.stack_size(before)
         self._pass_on()
         self._finished.wait()
         for thread in threads:
@@ -124,18 +126,22 @@ class Scheduler:
     def _pass_on(self) -> None:
         following = self._next()
         if following is None:
-            self._nobody_can_run()
-            return
-        following.turn.release()
+            following = self._nobody_can_run()
+        if following is not None:
+            following.turn.release()
 
-    def _nobody_can_run(self) -> None:
+    def _nobody_can_run(self) -> Fiber | None:
+        """The end, or a hang: then whose turn it is to end."""
         waiting = [f for f in self.fibers if not f.done]
         if waiting and self.failure is None:
             counts = collections.Counter(f.waits_for.name for f in waiting if f.waits_for is not None)
             lines = [f"{count} threads wait for {name}" for name, count in counts.most_common(12)]
+            self.current = None  # whoever looked for the next one waits as well
             self._fail(HangError("; ".join(lines)))
-        elif not waiting:
+            return self._next()
+        if not waiting:
             self._finished.set()
+        return None
 
     def _fail(self, error: BaseException) -> None:
         """Every thread that has not ended gets its turn once more, to end."""

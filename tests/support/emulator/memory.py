@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -102,10 +103,14 @@ class Shared(Memory):
     A barrier of the block begins a new block epoch, ``sync_warp`` a new epoch of its warp. Two accesses of
     different threads are ordered if their block epochs differ, or the threads are of one warp and its
     epochs differ. What arrives by an asynchronous copy has no owner.
+
+    Args:
+        flags: addresses of words that are not watched: whoever sets one sets it to the same number.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, flags: Collection[int] = ()):
         super().__init__(size)
+        self.flags = frozenset(flags)
         self.wrote: list[Any] = [None] * (size // 4)
         self.read: list[Any] = [None] * (size // 4)
 
@@ -116,7 +121,7 @@ class Shared(Memory):
         self.read[lo:hi] = [None] * (hi - lo)
 
     def get_as(self, who: tuple[int, int, int] | None, address: int, ty: Any, n: int = 1) -> list[Any]:
-        if who is not None:
+        if who is not None and address not in self.flags:
             for word in range(address // 4, (address + SIZE[ty] * n + 3) // 4):
                 if _conflict(self.wrote[word], who):
                     raise Race(
@@ -132,7 +137,7 @@ class Shared(Memory):
         return self.get(address, ty, n)
 
     def put_as(self, who: tuple[int, int, int] | None, address: int, ty: Any, values: list[Any]) -> None:
-        if who is not None:
+        if who is not None and address not in self.flags:
             for word in range(address // 4, (address + SIZE[ty] * len(values) + 3) // 4):
                 if _conflict(self.wrote[word], who):
                     raise Race(f"byte {4 * word}: threads {who[0]} and {self.wrote[word][0]} write")

@@ -181,11 +181,11 @@ class Modules:
         module: Any = types.ModuleType("ptx")
         vars(module).update(self._memory() | self._numbers() | self._products())
         module.from_lane, module.from_other = self._from_lane, self._from_other
-        module.warp_sum = self._over_warp(lambda a, b: np.float32(a + b))
-        module.warp_max = self._over_warp(np.fmax)
+        module.warp_sum = self._over_warp("sum", lambda a, b: np.float32(a + b))
+        module.warp_max = self._over_warp("maximum", np.fmax)
         return module
 
-    def _over_warp(self, combine: Any) -> Any:
+    def _over_warp(self, name: str, combine: Any) -> Any:
         """In the order of the kernel: five exchanges."""
 
         def lanes(values: list[Any]) -> list[Any]:
@@ -194,7 +194,7 @@ class Modules:
                     values = [combine(values[i], values[i ^ mask]) for i in range(32)]
             return values
 
-        return lambda x: self.device.together("over the warp", x, lanes)
+        return lambda x: self.device.together(f"{name} over the warp", x, lanes)
 
     def _memory(self) -> dict[str, Any]:
         def get(address: Any, ty: Any, n: int = 1) -> list[Any]:

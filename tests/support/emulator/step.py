@@ -105,7 +105,7 @@ class Kernel:
             for name, edit in (edits or {}).items():
                 _load_edited(f"{KERNEL}.{name}", *edit)
             self.entry = importlib.import_module(f"{KERNEL}.entry")
-            self.full_at: int = importlib.import_module(f"{KERNEL}.context").FULL_AT
+            self.context: Any = importlib.import_module(f"{KERNEL}.context")
 
     def launch(
         self, geometry: Geometry, operands: Mapping[str, Any], seed: int | None = None
@@ -131,11 +131,14 @@ class Kernel:
         moving = {name: placed[name] for name in _operands.ALIASED}
         fixed = {name: placed[name] for name in placed if name not in _operands.ALIASED}
         stages = {
-            geometry.small_at + self.full_at + 8 * i: (i * RING_STAGE_BYTES, RING_STAGE_BYTES)
+            geometry.small_at + self.context.FULL_AT + 8 * i: (i * RING_STAGE_BYTES, RING_STAGE_BYTES)
             for i in range(RING_STAGES)
         }
         shared_bytes = -(-geometry.shared_bytes // 16) * 16
-        device = Device(memory, geometry.plan.sms, THREADS, CONSUMERS, shared_bytes, seed, stages)
+        # A step that is given up says so in these, from any thread, and only once.
+        flags = [geometry.small_at + self.context.DEAD_AT]
+        flags += [geometry.small_at + self.context.RUN_AT + 4 * b for b in range(geometry.plan.B)]
+        device = Device(memory, geometry.plan.sms, THREADS, CONSUMERS, shared_bytes, seed, stages, flags)
         self.modules.device = device
         device.run(lambda: self.entry.step(fixed, moving, new, geometry))
 

@@ -11,9 +11,9 @@ rows), this SM's share of them by :func:`~..produce.span`. One matrix instructio
 next slot), and 8 tokens.
 
 Weights. Lane ``4 g + q`` takes 16 bytes of weight row g, 32 columns with one scale: columns
-``128 j + 32 q ..``, warp w of a team of four the steps ``j = w, w + 4, ..``. A code's bits, shifted to the
-top of an f16 below its sign, are its value times 2**-14; one f16 product with 2**(scale - 127 + 14) is then
-exact, so weights enter exactly.
+``128 j + 32 q ..``, warp w the steps ``j = w, w + 8, ..``. A code's bits, shifted to the top of an f16 below
+its sign, are its value times 2**-14; one f16 product with 2**(scale - 127 + 14) is then exact, so weights
+enter exactly.
 
 Tokens. x[b] is multiplied with a power of two that puts the largest magnitude of the warp's columns into
 [2**14, 2**15), rounded to f16 (exact for numbers down to 2**-31 of the largest), and the sums are multiplied
@@ -62,11 +62,7 @@ PASS = 4
 """Tiles whose partial sums meet at once: 4 x 8 rows x 8 tokens are one pair of sums a thread."""
 PAIRS_BYTES = 64 * 8
 """Partial sums of one warp for a tile: (token, row) pairs, of the lower and the upper 8 rows."""
-TEAM = 4
-"""Warps that share a tile's columns. Two teams take the tiles in turn: the one works while the other waits,
-and a warp has long runs of columns."""
-TEAMS = CONSUMER_WARPS // TEAM
-PASS_BYTES = PASS * TEAM * PAIRS_BYTES
+PASS_BYTES = PASS * CONSUMER_WARPS * PAIRS_BYTES
 SIGNS, MAGNITUDES = 0x80808080 - (1 << 32), 0x0E0E0E0E
 """Where sign and magnitude of four codes belong in the bytes that become the upper halves of f16."""
 
@@ -74,7 +70,7 @@ SIGNS, MAGNITUDES = 0x80808080 - (1 << 32), 0x0E0E0E0E
 def registers_of(columns):
     """Registers a lane for its warp's columns of a vector, packed f16."""
     steps = -(-columns // STEP)
-    return 16 * -(-steps // TEAM)
+    return 16 * -(-steps // CONSUMER_WARPS)
 
 
 # -- tokens -------------------------------------------------------------------------------------
@@ -86,7 +82,7 @@ def load_tokens(t, x, source, row_bytes: cutlass.Constexpr, columns: cutlass.Con
     blocks = columns // 32
     token, piece = t.lane >> 2, t.lane & 3
     for j in cutlass.range_constexpr(registers_of(columns) // 16):
-        block = 4 * (t.warp % TEAM + TEAM * j) + piece
+        block = 4 * (t.warp + CONSUMER_WARPS * j) + piece
         for i in cutlass.range_constexpr(16):
             x[16 * j + i] = Int32(0)
         if (token < t.B) & (block < blocks):
@@ -179,8 +175,8 @@ def multiply(t, x, undo, y, lower, upper, columns: cutlass.Constexpr):
         sums[i] = Float32(0)
     steps = -(-columns // STEP)
     for j in cutlass.range_constexpr(registers_of(columns) // 16):
-        step = t.warp % TEAM + TEAM * j
-        if cutlass.const_expr(TEAM * (j + 1) <= steps):
+        step = t.warp + CONSUMER_WARPS * j
+        if cutlass.const_expr(CONSUMER_WARPS * (j + 1) <= steps):
             multiply_step(t, x, sums, lower, upper, step, j, columns)
         else:
             if step < steps:
@@ -194,15 +190,15 @@ def multiply(t, x, undo, y, lower, upper, columns: cutlass.Constexpr):
 
 def keep(t, sums, tile, y):
     """This warp's sums of a tile of the pass to shared memory, as (lower, upper) of (row, token)."""
-    at = sums + (tile * TEAM + t.warp % TEAM) * PAIRS_BYTES + 16 * t.lane
+    at = sums + (tile * CONSUMER_WARPS + t.warp) * PAIRS_BYTES + 16 * t.lane
     store4_shared(at, (y[0], y[2], y[1], y[3]), Float32)
 
 
 def add_warps(t, sums):
     """(lower, upper) sum of (row, token) ``tid % 64`` of tile ``tid / 64`` of the pass."""
-    at = sums + (t.tid >> 6) * (TEAM * PAIRS_BYTES) + 8 * (t.tid & 63)
+    at = sums + (t.tid >> 6) * (CONSUMER_WARPS * PAIRS_BYTES) + 8 * (t.tid & 63)
     lower, upper = Float32(0), Float32(0)
-    for w in range(TEAM):
+    for w in range(CONSUMER_WARPS):
         pair = load2_shared(at + PAIRS_BYTES * w, Float32)
         lower, upper = lower + pair[0], upper + pair[1]
     return lower, upper
@@ -240,11 +236,10 @@ def expert_in(t, record, k):
         sums = t.scratch + parity * PASS_BYTES
         for i in cutlass.range(now, unroll=1):
             tile = take(t, k)
-            if i % TEAMS == t.warp // TEAM:
-                multiply(t, x, undo, y, tile, tile + half, p.L)
-                keep(t, sums, i, y)
+            multiply(t, x, undo, y, tile, tile + half, p.L)
             release(t, k)
             k += 1
+            keep(t, sums, i, y)
         t.sync()
         mine = t.tid >> 6
         if (mine < now) & ((t.tid & 7) < t.B):
@@ -285,20 +280,19 @@ def expert_out(t, record, k):
             upper = cutlass.min(lower + 1, end - 1)
             slot0, slot1 = lower // groups, upper // groups
             tile = take(t, k)
-            if i % TEAMS == t.warp // TEAM:
-                for slot in cutlass.range(slot0, slot1 + 1, unroll=1):
-                    if slot != held:
-                        # Full ring stages outlast this read.
-                        load_tokens(t, x, t.at("hid", slot * (2 * t.B * width)), 2 * width, p.F)
-                        scale_tokens(t, x, undo)
-                        held = slot
-                    multiply(t, x, undo, y, tile, tile + (upper - lower) * whole, p.F)
-                    if slot == slot0:
-                        both[0], both[1] = y[0], y[1]
-                    both[2], both[3] = y[2], y[3]
-                keep(t, sums, i, both)
+            for slot in cutlass.range(slot0, slot1 + 1, unroll=1):
+                if slot != held:
+                    # Full ring stages outlast this read.
+                    load_tokens(t, x, t.at("hid", slot * (2 * t.B * width)), 2 * width, p.F)
+                    scale_tokens(t, x, undo)
+                    held = slot
+                multiply(t, x, undo, y, tile, tile + (upper - lower) * whole, p.F)
+                if slot == slot0:
+                    both[0], both[1] = y[0], y[1]
+                both[2], both[3] = y[2], y[3]
             release(t, k)
             k += 1
+            keep(t, sums, i, both)
         t.sync()
         mine = t.tid >> 6
         if (mine < now) & ((t.tid & 7) < t.B):

@@ -1,0 +1,240 @@
+"""``k3jax bench``: alternating steps on the same inputs, agreement, what it prints and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import k3jax
+from k3jax import cli
+from k3jax.bench import run
+from k3jax.bench.ceiling import ceiling_of
+from k3jax.bench.contenders import Contender
+from k3jax.bench.report import Agreement, BatchReport, Report, Timing
+from k3jax.pallas.read import read, reference
+from support.compare import relative_rms
+from support.pallas_ops import assert_no_races, lower_for_cuda, reset_interpreter, sds
+from support.random_k3 import random_config, random_tensors, write_checkpoint
+from support.tiny_model import assert_bit_equal
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers that all implementations take: KDA with the dense FFN, MLA with a LatentMoE."""
+    config = random_config(
+        5, layer_types=("kda", "mla"), first_k_dense_replace=1, hidden_size=128, vocab_size=200,
+        intermediate_size=128, kda_num_heads=1, kda_a_log_size=1, kda_head_dim=128, kda_v_head_dim=128,
+        num_attention_heads=1, q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=128, v_head_dim=128,
+        qk_rope_head_dim=64, num_experts=16, num_experts_per_token=2, moe_intermediate_size=64,
+        num_shared_experts=1, routed_expert_hidden_size=128,
+    )  # fmt: skip
+    return write_checkpoint(tmp_path_factory.mktemp("bench") / "small", config, random_tensors(config, 5))
+
+
+def test_every_implementation_runs_and_agrees_and_what_cannot_run_is_listed(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--implementations", "xla", "pallas", "pallas-interpret", "megakernel-interpret"]
+    options += ["--batch", "2", "--steps", "2", "--rounds", "2", "--length", "3", "--ceiling", "0.02"]
+    options += ["--json", str(tmp_path / "b.json"), "--picture", str(tmp_path / "b.png")]
+    try:
+        assert cli.main(["bench", str(checkpoint), *options]) == 0
+    finally:
+        reset_interpreter()
+    out = capsys.readouterr().out
+    assert "pallas: not run: device: expected an NVIDIA GPU of compute capability 9.0, got cpu" in out
+    found = json.loads((tmp_path / "b.json").read_text())
+    (batch,) = found["batches"]
+    assert [row["implementation"] for row in batch["rows"]] == [
+        "xla",
+        "pallas-interpret",
+        "megakernel-interpret",
+    ]
+    config = k3jax.K3Config.from_pretrained(checkpoint)
+    assert 2 <= batch["distinct_experts"] <= 4
+    assert batch["bytes"] == config.bytes_per_step(2, 3, batch["distinct_experts"]).total
+    for row in batch["rows"]:
+        assert len(row["step_ms_rounds"]) == 2
+        assert row["ceiling_share"] == pytest.approx(row["tb_per_s"] / 0.02)
+        assert row["tokens_per_s_per_user"] == pytest.approx(1e3 / row["step_ms"])
+    xla, *others = batch["rows"]
+    assert xla["speedup_over_xla"] == 1
+    for row in others:
+        # bfloat16 through two layers; a whole step of other weights would differ by order one.
+        assert 0 < row["agreement"]["median"] < 0.03
+        assert row["agreement"]["compared"] == 4
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_nano_runs_under_every_implementation_of_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["xla", "pallas-interpret", "megakernel-interpret"]
+    try:
+        options = ["--implementations", *names, "--steps", "2", "--rounds", "1", "--length", "5"]
+        assert cli.main(["bench", "nano", *options]) == 0
+    finally:
+        reset_interpreter()
+    out = capsys.readouterr().out
+    assert "PROBLEM" not in out
+    assert "batch 1, 5 tokens cached" in out
+
+
+# -- agreement -----------------------------------------------------------------------------
+
+
+def test_rows_are_compared_one_by_one() -> None:
+    rng = np.random.default_rng(0)
+    want = [jnp.asarray(rng.standard_normal((2, 50)), jnp.float32) for _ in range(3)]
+    got = [want[0], want[1] * 1.01, want[2].at[1].set(-want[2][1])]
+    found = run.agreement(got, want)
+    errors = sorted(relative_rms(a[i], b[i]) for a, b in zip(got, want, strict=True) for i in range(2))
+    assert found.compared == 6
+    assert found.worst == pytest.approx(2.0)
+    assert found.median == pytest.approx(np.median(errors))
+    assert found.same_token == pytest.approx(5 / 6)
+    assert found.problem is not None
+
+
+def test_logits_that_are_not_finite_never_agree() -> None:
+    want = [jnp.ones((1, 4))]
+    found = run.agreement([jnp.full((1, 4), jnp.nan)], want)
+    assert found.worst == float("inf")
+    assert found.problem is not None
+
+
+def test_logits_that_do_not_agree_end_with_status_1(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = Agreement(0.2, 0.3, 0.5, 4)
+    monkeypatch.setattr(run, "agreement", lambda got, want: wrong)
+    monkeypatch.setattr("k3jax.bench.contenders._options", lambda name: (("one", {}), ("other", {})))
+    options = ["--implementations", "xla", "--steps", "1", "--rounds", "1", "--length", "0"]
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["bench", str(checkpoint), *options])
+    assert "PROBLEM: batch 1: xla (other): logits: median relative RMS 2.00e-01" in capsys.readouterr().out
+
+
+# -- inputs and rounds ---------------------------------------------------------------------
+
+
+def test_every_round_starts_from_the_same_state_and_rounds_alternate() -> None:
+    seen: list[tuple[str, float]] = []
+    state = jnp.zeros(())
+
+    def contender(name: str) -> Contender:
+        def step(params: Any, state: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+            seen.append((name, float(state)))
+            return tokens, state + 1
+
+        return Contender(name, "", step, None, lambda: state)
+
+    seconds = run.alternate([contender("a"), contender("b")], [jnp.zeros(1)] * 2, rounds=3)
+    assert seen == [("a", 0), ("a", 1), ("b", 0), ("b", 1)] * 3
+    assert [len(s) for s in seconds] == [3, 3]
+
+
+def test_a_state_depends_on_its_seed_and_has_no_tokens_past_its_length(checkpoint: Path) -> None:
+    config = k3jax.K3Config.from_pretrained(checkpoint)
+    make = run.random_state
+    state = make(config, 2, 5, 9, jnp.bfloat16, 1)
+    assert_bit_equal(state, make(config, 2, 5, 9, jnp.bfloat16, 1))
+    assert not np.array_equal(state.layers[0]["S"], make(config, 2, 5, 9, jnp.bfloat16, 2).layers[0]["S"])
+    cache = np.asarray(state.layers[1]["cache"]).astype(np.float32)
+    assert (cache[:, :5] != 0).mean() > 0.9
+    assert not cache[:, 5:].any()
+    assert state.lengths.tolist() == [5, 5]
+
+
+def test_distinct_experts_are_counted_per_layer(checkpoint: Path) -> None:
+    model = k3jax.load(checkpoint, progress=False, implementation="xla")
+    one = run.random_state(model.config, 1, 3, 9, model.dtype, 0)
+    assert run.distinct_experts(model, one, []) == [2.0]
+    rows = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), one)
+    same = [jnp.array([7, 7], jnp.int32)]
+    assert run.distinct_experts(model, rows, same) == [2.0], "two equal rows choose the same experts"
+
+
+# -- the report ------------------------------------------------------------------------------
+
+
+def report(ceiling: float | None = 1e12) -> Report:
+    timings = (
+        Timing("xla", "slow", (0.004, 0.005, 0.003), None),
+        Timing("xla", "fast", (0.002,), Agreement(1e-3, 2e-3, 1.0, 4)),
+        Timing("pallas", "", (0.001,), Agreement(1e-3, 2e-3, 1.0, 4)),
+    )
+    batch = BatchReport(1, 7, 500_000_000, 16.0, timings, {"megakernel": ("a", "b")}, ceiling)
+    return Report({"device": "GPU", "model": "m", "date": "d"}, ceiling, "given", (batch,))
+
+
+def test_the_fastest_form_of_xla_is_what_others_are_compared_with() -> None:
+    (batch,) = report().batches
+    assert [batch.speedup(t) for t in batch.timings] == [0.5, 1.0, 2.0]
+    assert [batch.share(t) for t in batch.timings] == [0.125, 0.25, 0.5]
+    text = report().text()
+    assert "megakernel: not run: a; b" in text
+    assert "50.0%" in text
+    assert "read ceiling: 1.000 TB/s (given)" in text
+
+
+def test_without_a_ceiling_there_is_no_share() -> None:
+    assert report(None).batches[0].share(report(None).batches[0].timings[0]) is None
+    json.dumps(report(None).to_json())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--implementations", "cuda"], "implementations: expected of xla, .* got 'cuda'"),
+        (["--implementations", "xla", "xla"], "expected each once"),
+        (["--batch", "0"], "batch: expected numbers of at least 1"),
+        (["--steps", "0"], "steps: expected at least 1"),
+        (["--ceiling", "fast"], "ceiling: expected 'measured' or a rate in TB/s, got 'fast'"),
+        (["--layers", "2"], "only with preset k3-slice"),
+        (["--json", "no/such/folder/x.json"], "json: there is no folder"),
+        (["--read-kernel", "no_such_file"], "read_kernel: no file"),
+    ],
+)
+def test_wrong_options_are_refused(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert cli.main(["bench", str(checkpoint), *options]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+# -- the ceiling -----------------------------------------------------------------------------
+
+
+def test_the_ceiling_is_given_or_measured_on_a_gpu_only() -> None:
+    assert ceiling_of("4.61").rate == pytest.approx(4.61e12)
+    measured = ceiling_of("measured")
+    assert measured.rate is None
+    assert "got cpu" in measured.source
+
+
+@pytest.mark.parametrize("boxes", [1, 3, 25])
+def test_the_read_kernel_visits_every_box_once(boxes: int) -> None:
+    rng = np.random.default_rng(boxes)
+    x = jnp.asarray(rng.integers(-1000, 1000, (32 * boxes, 256)), jnp.int32)
+    sums = assert_no_races(lambda races: read(x, interpret=races))
+    np.testing.assert_array_equal(np.asarray(sums).sum(axis=0), np.asarray(reference(x)))
+
+
+def test_the_read_kernel_lowers_for_cuda() -> None:
+    lower_for_cuda(read, sds((1 << 21, 256), jnp.int32))
+
+
+@pytest.mark.gpu
+def test_the_read_kernel_on_the_gpu_reads_every_box_and_nears_the_memory_rate() -> None:
+    x = jax.random.randint(jax.random.key(0), (1 << 21, 256), -1000, 1000, jnp.int32)
+    np.testing.assert_array_equal(np.asarray(read(x)).sum(axis=0), np.asarray(reference(x)))
+    rate = ceiling_of("measured").rate
+    assert rate is not None
+    assert 3.5e12 < rate < 4.9e12, "an H200 is sold with 4.8 TB/s and was measured to read 4.61"
