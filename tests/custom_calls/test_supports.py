@@ -97,7 +97,7 @@ def test_a_compiled_kernel_stands_in_for_a_compiler(monkeypatch: pytest.MonkeyPa
     assert len(supports(Gpu(core_count=114), batch=2)) == 1  # made for 132 SMs
     artifacts.write(dataclasses.replace(artifact, about={**artifact.about, "registers": 232}), path)
     (reason,) = supports(batch=2)
-    assert reason == "occupancy: a block takes 66816 registers, an SM has 65536"
+    assert reason == "occupancy: the kernel takes 232 registers a thread, an SM has 168"
     artifacts.write(artifact, path)
     (reason,) = supports(Gpu(shared_memory_per_block_optin=101_376), batch=2)
     assert reason == "occupancy: a block takes 232448 bytes of shared memory, got 101376"
