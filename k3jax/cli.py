@@ -1,7 +1,7 @@
-"""The ``k3jax`` command: generate text, inspect a checkpoint, convert one, compile kernels.
+"""The ``k3jax`` command: generate text, inspect a checkpoint, convert one, compile kernels, plan a mesh.
 
-Generated text, the report of an inspection or a compilation and the version go to stdout, everything else
-to stderr.
+Generated text, the report of an inspection, a compilation or a plan and the version go to stdout,
+everything else to stderr.
 Wrong input ends with one message and exit status 2, logits that are not finite or a fault of the
 megakernel with 1, an interrupt with 130.
 """
@@ -29,6 +29,9 @@ _Target = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
 _Implementation = Annotated[str, tyro.conf.arg(metavar="{" + ",".join(KNOWN) + "}")]
 _DType = Annotated[str | None, tyro.conf.arg(metavar="{None,float32}")]
 _Dispatch = Annotated[str, tyro.conf.arg(metavar="{" + ",".join(KINDS) + "}")]
+_Model = Annotated[str, tyro.conf.arg(metavar="PATH")]
+_MeshName = Annotated[str | None, tyro.conf.arg(metavar="{None,nvl72}")]
+_Gpu = Annotated[str, tyro.conf.arg(metavar="{gb300,h200}")]
 _Batches = Annotated[tuple[int, ...], tyro.conf.arg(metavar="N [N ...]")]
 
 
@@ -273,6 +276,53 @@ def _compile(
         )
 
 
+def _plan_report(
+    model: _Model = "k3",
+    mesh: _MeshName = None,
+    batch: int = 72,
+    context: int = 8192,
+    devices: int | None = None,
+    tensor: int | None = None,
+    expert_width: int = 1,
+    dispatch: _Dispatch = "auto",
+    split_sequence: bool = False,
+    gpu: _Gpu = "gb300",
+    layers: int | None = None,
+    compile_step: bool = True,
+    json: str | None = None,
+    picture: str | None = None,
+    hlo: str | None = None,
+) -> None:
+    """Show how a model lies on many GPUs: memory, collectives and projected time of a decode step.
+
+    The step is compiled for these GPUs on this machine, which needs none: pip install 'k3jax[plan]'.
+
+    Args:
+        model: checkpoint directory, config.json, the name of a shipped checkpoint, or preset k3 or k3-slice.
+        mesh: a named mesh; nvl72 without devices.
+        batch: rows of a step.
+        context: tokens that each row can hold.
+        devices: number of GPUs.
+        tensor: ways of tensor parallelism; by default the most that fits, at most 8.
+        expert_width: ways that each expert's width is cut.
+        dispatch: how tokens reach their experts on other devices; auto chooses by batch.
+        split_sequence: cut the latent cache by position over the tensor ranks.
+        gpu: what to compile for.
+        layers: of preset k3-slice.
+        compile_step: compile the step; without it the report is arithmetic alone.
+        json: file for the report as data.
+        picture: file for the report as a picture.
+        hlo: file for the compiled module's text.
+    """
+    from k3jax.plan_report.command import Request, devices_of, run
+
+    count = devices_of(mesh, devices)
+    request = Request(
+        model, layers, count, tensor, expert_width, dispatch, split_sequence, batch, context, gpu, hlo
+    )
+    run(request, compile_step, json, picture)
+
+
 def _config_of(path: str, layers: int | None, experts: int | None) -> Any:
     """The configuration that a path, a shipped checkpoint or a preset names."""
     from k3jax.checkpoints import resolve
@@ -304,12 +354,16 @@ def main(args: Sequence[str] | None = None) -> int:
     Args:
         args: without the program's name; None takes ``sys.argv``.
     """
+    from .bench.command import command as bench
+
     given = list(sys.argv[1:] if args is None else args)
     commands: dict[str, Any] = {
         "generate": _generate,
         "inspect": _inspect,
         "convert": _convert,
         "compile": _compile,
+        "plan": _plan_report,
+        "bench": bench,
     }
     about = (
         "Kimi K3 from JAX. `k3jax --version` prints the version; `k3jax launch N -- COMMAND ...` runs a "

@@ -134,8 +134,10 @@ class State:
             raise IndexError(f"rows: expected 0..{self.batch - 1}, got {index.tolist()}")
         index = index.astype(np.int32)
         check_fault(self)
+        from .mesh.transfer import take_rows
+
         rows_alone = dataclasses.replace(self, kernel=None)
-        return jax.tree.map(lambda array: jnp.take(array, index, axis=0), rows_alone)
+        return jax.tree.map(lambda array: take_rows(array, index), rows_alone)
 
     def fork(self, n: int) -> State:
         """Each row ``n`` times, copies of a row side by side: rows b*n .. b*n+n-1 continue row b.
@@ -150,7 +152,8 @@ class State:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to ``path``, one file (safetensors); read it with :meth:`restore`.
 
-        The contents of the kernel's workspace are not kept: a restored state has a fresh one.
+        The contents of the kernel's workspace are not kept: a restored state has a fresh one. Where the
+        state spans processes, all call together, process 0 writes, and all return when it has.
 
         Raises:
             KernelFaultError: the contents are lost.
@@ -158,9 +161,11 @@ class State:
         """
         from safetensors.numpy import save_file
 
+        from .mesh.transfer import host, spans_processes, wait_for_all
+
         self.ensure_usable()
         check_fault(self)
-        tensors = {name: np.ascontiguousarray(np.asarray(leaf)) for name, leaf in self._named().items()}
+        tensors = {name: np.ascontiguousarray(host(leaf)) for name, leaf in self._named().items()}
         meta = {
             "format": "k3jax.State",
             "max_length": str(self.max_length),
@@ -174,8 +179,12 @@ class State:
         if not target.parent.is_dir():
             raise FileNotFoundError(f"path: there is no folder {target.parent}")
         partial = target.with_name(target.name + ".partial")
-        save_file(tensors, partial, metadata=meta)
-        os.replace(partial, target)
+        together = spans_processes(self.lengths)
+        if not together or jax.process_index() == 0:
+            save_file(tensors, partial, metadata=meta)
+            os.replace(partial, target)
+        if together:
+            wait_for_all(f"k3jax.State.save {target.name}")
 
     @classmethod
     def restore(cls, path: str | os.PathLike[str]) -> State:
@@ -391,14 +400,18 @@ def raise_fault(record: np.ndarray) -> None:
 def check(state: State) -> None:
     """Raise for every row that a compiled step refused; waits for the state.
 
+    Where the state spans processes, all must ask together.
+
     Raises:
         KernelFaultError: the megakernel gave up; the state's contents are lost.
         StateError: names the rows and why; the rows' states are as they were before the refusal.
         ConsumedStateError: the state was donated.
     """
+    from .mesh.transfer import host
+
     state.ensure_usable()
     check_fault(state)
-    status = np.asarray(state.status)
+    status = host(state.status)
     rows = np.flatnonzero(status).tolist()
     if rows:
         why = [

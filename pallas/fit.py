@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -37,7 +38,9 @@ def supports(
         params: a parameter tree, looked at for dtype and packed experts; None leaves that out.
     """
     reasons: list[str] = []
-    if not interpret:
+    if interpret:
+        reasons += interpreter_reasons()
+    else:
         reasons += device_reasons(default_device() if device is None else device)
     if params is not None:
         dtype = params["embed_tokens"].dtype
@@ -48,9 +51,29 @@ def supports(
     return (*reasons, *_shape_reasons(config))
 
 
+INTERPRETER_THREADS = 4
+"""XLA's host threads that two interpreted warpgroups need: each may block one, as their callers do."""
+
+
+def interpreter_reasons() -> tuple[str, ...]:
+    """Why the interpreter would hang here: XLA's pool has a thread per core, and may be too small.
+
+    A pool's size cannot be asked for; this is XLA's own rule, and fixed when jax first computes.
+    """
+    given = os.environ.get("NPROC", "")
+    threads = int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
+    threads = max(threads, len(jax.local_devices(backend="cpu")))
+    if threads >= INTERPRETER_THREADS:
+        return ()
+    return (
+        f"interpreter: expected at least {INTERPRETER_THREADS} host threads, XLA has {threads}; "
+        "set the environment variable NPROC=8 before jax starts",
+    )
+
+
 def default_device() -> Any:
     """The device that a computation without a device of its own runs on."""
-    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    chosen = jax.config.jax_default_device
     if isinstance(chosen, str):
         return jax.devices(chosen)[0]
     return jax.devices()[0] if chosen is None else chosen
@@ -96,7 +119,9 @@ def _shape_reasons(config: K3Config) -> tuple[str, ...]:
         name = "LatentMoE" if kind[1] else "dense FFN"
         found.update(dict.fromkeys(f"{name} of layer {i}: {reason}" for reason in ffn))
     found.update(dict.fromkeys(f"residual: {reason}" for reason in _residual(config)))
-    found.update(dict.fromkeys(f"head: {reason}" for reason in head.supports(_row(config), params["lm_head"])))
+    found.update(
+        dict.fromkeys(f"head: {reason}" for reason in head.supports(_row(config), params["lm_head"]))
+    )
     return tuple(found)
 
 
@@ -147,4 +172,4 @@ def _residual(config: K3Config) -> tuple[str, ...]:
     return attn_res.supports(_row(config), [], [_row(config)] * blocks, gain)
 
 
-__all__ = ["check_scales", "default_device", "supports"]
+__all__ = ["INTERPRETER_THREADS", "check_scales", "default_device", "interpreter_reasons", "supports"]

@@ -25,10 +25,18 @@ import jax.numpy as jnp
 from ..config import K3Config
 from ..state import STATUS_BAD_TOKEN, STATUS_FULL, State
 from ._launch import Interpret, require
-from .attn_res import attn_res
 from .fit import default_device, supports
 from .head import head
-from .sublayers import ROWS, Deltas, Rows, dense_sublayer, kda_sublayer, mla_sublayer, moe_sublayer
+from .sublayers import (
+    ROWS,
+    Deltas,
+    Rows,
+    dense_sublayer,
+    kda_sublayer,
+    mla_sublayer,
+    moe_sublayer,
+    residual,
+)
 
 
 def decode_step(
@@ -103,27 +111,28 @@ def hidden_states(
     for i, (p, before) in enumerate(zip(params["layers"], state.layers, strict=True)):
         kind = config.layer_types[i]
         with jax.named_scope(f"layer{i}_{kind}"):
-            x, pre = attn_res(
+            x, total = residual(
                 pre, deltas, snapshots, p["self_attention_res_norm"], p["self_attention_res_proj"],
-                p["input_layernorm"], eps, interpret=interpret,
+                p["input_layernorm"], eps, interpret,
             )  # fmt: skip
             if config.starts_block(i):
-                snapshots, pre = [*snapshots, pre], None
+                snapshots = [*snapshots, total]
+            pre = None if config.starts_block(i) else total
             attention = kda_sublayer if kind == "kda" else mla_sublayer
-            deltas, after = attention(p["self_attn"], x, before, rows, config, interpret)
+            deltas, after = attention(p["self_attn"], x, dict(before), rows, config, interpret)
             states.append(after)
-            x, pre = attn_res(
+            x, pre = residual(
                 pre, deltas, snapshots, p["mlp_res_norm"], p["mlp_res_proj"],
-                p["post_attention_layernorm"], eps, interpret=interpret,
+                p["post_attention_layernorm"], eps, interpret,
             )  # fmt: skip
             if "mlp" in p:
                 deltas = dense_sublayer(p["mlp"], x, config, interpret)
             else:
                 deltas = moe_sublayer(p["block_sparse_moe"], x, rows, config, interpret)
     with jax.named_scope("output"):
-        x, _ = attn_res(
+        x, _ = residual(
             pre, deltas, snapshots, params["output_attn_res_norm"], params["output_attn_res_proj"],
-            params["norm"], eps, interpret=interpret,
+            params["norm"], eps, interpret,
         )  # fmt: skip
     return x, tuple(states)
 

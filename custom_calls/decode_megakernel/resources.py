@@ -105,8 +105,8 @@ def resource_problems(s: Schedule) -> Iterator[str]:
 __all__ = [
     "CONSUMER_REGISTERS",
     "CONSUMER_WARPS",
-    "PRODUCER_REGISTERS",
     "MAX_WAITS",
+    "PRODUCER_REGISTERS",
     "RING_STAGES",
     "RING_STAGE_BYTES",
     "THREADS",

@@ -171,7 +171,7 @@ def _heads(
 
 
 def _output(
-    p: Mapping[str, jax.Array], x: jax.Array, o: jax.Array, config: K3Config, project: Project
+    p: Mapping[str, jax.Array], x: jax.Array, o: jax.Array, config: K3Config, project: Project = linear
 ) -> jax.Array:
     """``W_o [ rms(o) * sigmoid(W_g x) ]``, the norm per head; o is rounded before the norm."""
     o32 = o.astype(x.dtype).astype(jnp.float32)

@@ -50,7 +50,7 @@ def _scale(config: K3Config) -> float:
     return config.qk_head_dim**-0.5
 
 
-def _output(p: Mapping[str, jax.Array], x: jax.Array, o: jax.Array, project: Project) -> jax.Array:
+def _output(p: Mapping[str, jax.Array], x: jax.Array, o: jax.Array, project: Project = linear) -> jax.Array:
     """``W_o [ o * sigmoid(W_g x) ]``: the gate is elementwise per head and value, with no norm."""
     gate = jax.nn.sigmoid(linear(x, p["g_proj"]).astype(jnp.float32))
     y = o.reshape(gate.shape).astype(x.dtype).astype(jnp.float32) * gate

@@ -29,9 +29,9 @@ sys.path[:0] = [str(Path(__file__).absolute().parents[1]), str(Path(__file__).ab
 import read_ceiling  # noqa: E402
 
 import k3jax  # noqa: E402
-from k3jax.state import init_state  # noqa: E402
 from k3jax.custom_calls import ffi  # noqa: E402
 from k3jax.custom_calls import step as megakernel  # noqa: E402
+from k3jax.state import init_state  # noqa: E402
 
 STEPS, GROUPS, CAPACITY = 12, 7, 1024
 

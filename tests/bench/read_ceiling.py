@@ -11,9 +11,11 @@ time of a call, ten in flight.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +29,15 @@ TILES = WORDS // TILE_WORDS
 def compile_kernel(sms: int, out: Path) -> None:
     """Compile for ``sms`` SMs of CUTE_DSL_ARCH (default sm_90a), to a ``jax.export`` artifact."""
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
-    from cutlass.jax import cutlass_call, get_export_disabled_safety_checks
     from jax import export
 
-    from support.read_kernel import launch  # pyright: ignore[reportMissingImports]
+    from support.read_kernel import launch
 
+    dsl: Any = importlib.import_module("cutlass.jax")  # its names are not what a type checker sees
     result = jax.ShapeDtypeStruct((sms,), jnp.int32)
-    call = cutlass_call(launch, output_shape_dtype=result, use_static_tensors=True, sms=sms, tiles=TILES)
+    call = dsl.cutlass_call(launch, output_shape_dtype=result, use_static_tensors=True, sms=sms, tiles=TILES)
     exported = export.export(
-        jax.jit(call), platforms=["cuda"], disabled_checks=get_export_disabled_safety_checks()
+        jax.jit(call), platforms=["cuda"], disabled_checks=dsl.get_export_disabled_safety_checks()
     )(jax.ShapeDtypeStruct((WORDS,), jnp.int32))
     out.write_bytes(exported.serialize())
 

@@ -1,0 +1,90 @@
+"""The read ceiling of this machine, measured in the same run as the steps.
+
+A reduction compiled by XLA reads at 75 to 90 % of it, so a kernel that does nothing but read is timed:
+the one in a file that ``jax.export`` wrote, or :mod:`k3jax.pallas.read`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+READ_BYTES = 2 << 30
+"""Read per call of the Pallas kernel: 40 times the L2 cache."""
+CALLS, ROUNDS = 4, 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceiling:
+    """Bytes per second, None if there is none to compare with; and where it is from."""
+
+    rate: float | None
+    source: str
+
+
+def ceiling_of(wanted: str, read_kernel: str | os.PathLike[str] | None = None) -> Ceiling:
+    """The ceiling that the command line asks for.
+
+    Args:
+        wanted: "measured", or a number in TB/s.
+        read_kernel: file of a program exported by ``jax.export`` that reads its one array.
+
+    Raises:
+        ValueError: neither; FileNotFoundError: no such file.
+    """
+    if wanted != "measured":
+        try:
+            rate = float(wanted)
+        except ValueError:
+            rate = float("nan")
+        if not 0 < rate < float("inf"):
+            raise ValueError(f"ceiling: expected 'measured' or a rate in TB/s, got {wanted!r}")
+        return Ceiling(rate * 1e12, "given")
+    if read_kernel is not None:
+        return _exported(Path(read_kernel))
+    from ..pallas._launch import device_reasons
+
+    if reasons := device_reasons():
+        return Ceiling(None, f"not measured: {'; '.join(reasons)}")
+    from ..pallas.read import COLUMNS, read
+
+    numbers = jnp.zeros((READ_BYTES // 4 // COLUMNS, COLUMNS), jnp.int32)
+    return Ceiling(_rate(jax.jit(read), numbers), "measured in this run, Pallas TMA read kernel")
+
+
+def _exported(path: Path) -> Ceiling:
+    if not path.is_file():
+        raise FileNotFoundError(f"read_kernel: no file {path}")
+    if jax.default_backend() != "gpu":
+        return Ceiling(None, f"not measured: {path.name} runs on a GPU, jax has {jax.default_backend()}")
+    from jax import export
+
+    from ..custom_calls import ffi
+
+    ffi.register()
+    program = export.deserialize(bytearray(path.read_bytes()))
+    (operand,) = program.in_avals
+    rate = _rate(jax.jit(program.call), jnp.zeros(operand.shape, operand.dtype))
+    return Ceiling(rate, f"measured in this run, exported read kernel {path.name}")
+
+
+def _rate(read: Callable[[jax.Array], Any], numbers: jax.Array) -> float:
+    """Bytes per second, the median of rounds of several calls in flight."""
+    jax.block_until_ready(read(numbers))
+    rates = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        jax.block_until_ready([read(numbers) for _ in range(CALLS)])
+        rates.append(CALLS * numbers.nbytes / (time.perf_counter() - start))
+    return statistics.median(rates)
+
+
+__all__ = ["Ceiling", "ceiling_of"]

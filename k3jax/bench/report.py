@@ -1,0 +1,223 @@
+"""What a benchmark found: figures, their table, their JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+TYPICAL = 0.05
+"""Largest median relative RMS of a row's logits. In bfloat16 a sublayer's output moves by 2e-3 to 8e-3
+with the order of its sums, and the logits by a few times that after a slice's layers."""
+
+WORST = 0.5
+"""Largest relative RMS of any row's logits: where two router scores are nearly equal, another order of sums
+chooses another expert, and one token's logits move further."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """Logits of one implementation against those of the first, over all steps and rows.
+
+    Attributes:
+        median, worst: relative RMS of a row's logits, |a - b| / |b| over the vocabulary.
+        same_token: share of rows with the same greedy token.
+        compared: rows compared, steps times batch.
+    """
+
+    median: float
+    worst: float
+    same_token: float
+    compared: int
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong, None if the logits agree."""
+        if not self.median <= TYPICAL:
+            return f"median relative RMS {self.median:.2e}, expected at most {TYPICAL}"
+        if not self.worst <= WORST:
+            return f"worst relative RMS {self.worst:.2e}, expected at most {WORST}"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """One form of an implementation.
+
+    Attributes:
+        implementation: its name.
+        form: what else was set, "" if nothing.
+        seconds: of a step, one number per round.
+        agreement: None for the first form, which the others are compared with.
+    """
+
+    implementation: str
+    form: str
+    seconds: tuple[float, ...]
+    agreement: Agreement | None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchReport:
+    """All figures of one batch size.
+
+    Attributes:
+        batch, length: rows, and tokens cached in each at the first step.
+        bytes: that a step must move, at the middle of the steps, by ``K3Config.bytes_per_step``.
+        distinct_experts: read per LatentMoE layer and step, measured.
+        timings: every form that ran.
+        missing: implementation -> why it did not run.
+        ceiling: bytes per second, None if there is none.
+    """
+
+    batch: int
+    length: int
+    bytes: int
+    distinct_experts: float
+    timings: tuple[Timing, ...]
+    missing: dict[str, tuple[str, ...]]
+    ceiling: float | None
+
+    def best(self, implementation: str) -> Timing | None:
+        """The fastest form of an implementation."""
+        forms = [t for t in self.timings if t.implementation == implementation]
+        return min(forms, key=lambda t: t.median, default=None)
+
+    def share(self, timing: Timing) -> float | None:
+        """Bytes per second over the ceiling."""
+        return None if self.ceiling is None else self.bytes / timing.median / self.ceiling
+
+    def speedup(self, timing: Timing) -> float | None:
+        """How many times faster than the fastest form of "xla"."""
+        xla = self.best("xla")
+        return None if xla is None else xla.median / timing.median
+
+    def problems(self) -> list[str]:
+        """Logits that do not agree."""
+        found = [(t, t.agreement.problem) for t in self.timings if t.agreement is not None]
+        return [f"batch {self.batch}: {_label(t)}: logits: {why}" for t, why in found if why is not None]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat record per form, in units of the table."""
+        return [self._row(t) for t in self.timings]
+
+    def _row(self, t: Timing) -> dict[str, Any]:
+        agreement = None if t.agreement is None else dataclasses.asdict(t.agreement)
+        return {
+            "implementation": t.implementation,
+            "form": t.form,
+            "step_ms": t.median * 1e3,
+            "step_ms_rounds": [s * 1e3 for s in t.seconds],
+            "tokens_per_s_per_user": 1 / t.median,
+            "bytes": self.bytes,
+            "tb_per_s": self.bytes / t.median * 1e-12,
+            "ceiling_share": self.share(t),
+            "speedup_over_xla": self.speedup(t),
+            "agreement": agreement,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A whole run.
+
+    Attributes:
+        about: device, versions, command, model, settings.
+        ceiling: bytes per second or None; ``ceiling_source``: where it is from.
+    """
+
+    about: dict[str, Any]
+    ceiling: float | None
+    ceiling_source: str
+    batches: tuple[BatchReport, ...]
+
+    def problems(self) -> list[str]:
+        return [problem for batch in self.batches for problem in batch.problems()]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.about,
+            "ceiling_tb_per_s": None if self.ceiling is None else self.ceiling * 1e-12,
+            "ceiling_source": self.ceiling_source,
+            "agreement_limits": {"median": TYPICAL, "worst": WORST},
+            "batches": [
+                {
+                    "batch": b.batch,
+                    "length": b.length,
+                    "bytes": b.bytes,
+                    "distinct_experts": b.distinct_experts,
+                    "rows": b.rows(),
+                    "missing": {name: list(reasons) for name, reasons in b.missing.items()},
+                }
+                for b in self.batches
+            ],
+            "problems": self.problems(),
+        }
+
+    def text(self) -> str:
+        """The report as lines for a terminal."""
+        rate = "none" if self.ceiling is None else f"{self.ceiling * 1e-12:.3f} TB/s"
+        lines = [f"{name}: {value}" for name, value in self.about.items()]
+        lines.append(f"read ceiling: {rate} ({self.ceiling_source})")
+        lines.append(
+            "compared: logits of every step with those of the first form, same weights, state and tokens; "
+            f"accepted: median relative RMS of a row {TYPICAL}, worst {WORST}"
+        )
+        for batch in self.batches:
+            lines += ["", *_table(batch)]
+        lines += [f"PROBLEM: {problem}" for problem in self.problems()]
+        return "\n".join(lines)
+
+
+_HEADINGS = (
+    "",
+    "ms/step",
+    "min..max",
+    "tok/s/user",
+    "TB/s",
+    "ceiling",
+    "x xla",
+    "logits median/worst, same token",
+)
+
+
+def _label(t: Timing) -> str:
+    return f"{t.implementation} ({t.form})" if t.form else t.implementation
+
+
+def _table(b: BatchReport) -> list[str]:
+    title = (
+        f"batch {b.batch}, {b.length} tokens cached: {b.bytes / 1e9:.3f} GB a step, "
+        f"{b.distinct_experts:.1f} distinct experts a layer"
+    )
+    cells = [_HEADINGS, *(_cells(b, t) for t in b.timings)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(_HEADINGS))]
+
+    def line(row: Sequence[str]) -> str:
+        first, *rest = (cell.rjust(w) for cell, w in zip(row, widths, strict=True))
+        return "  ".join([first.strip().ljust(widths[0]), *rest])
+
+    missing = [f"{name}: not run: {'; '.join(reasons)}" for name, reasons in b.missing.items()]
+    return [title, *map(line, cells), *missing]
+
+
+def _cells(b: BatchReport, t: Timing) -> tuple[str, ...]:
+    share, speedup, a = b.share(t), b.speedup(t), t.agreement
+    return (
+        _label(t),
+        f"{t.median * 1e3:.3f}",
+        f"{min(t.seconds) * 1e3:.3f}..{max(t.seconds) * 1e3:.3f}",
+        f"{1 / t.median:.1f}",
+        f"{b.bytes / t.median * 1e-12:.3f}",
+        "-" if share is None else f"{share:.1%}",
+        "-" if speedup is None else f"{speedup:.2f}",
+        "reference" if a is None else f"{a.median:.1e}/{a.worst:.1e}, {a.same_token:.0%}",
+    )
+
+
+__all__ = ["TYPICAL", "WORST", "Agreement", "BatchReport", "Report", "Timing"]
