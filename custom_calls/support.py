@@ -55,7 +55,7 @@ def supports(
     if implementation == "megakernel-interpret":
         return tuple(_plan(config, batch, Target(), ways)[1])
     if implementation.startswith("pallas"):
-        return tuple(_pallas(config, _device(device), batch, implementation))
+        return tuple(_pallas(config, _device(device), batch, implementation, dtype, params))
     return ()
 
 
@@ -68,14 +68,17 @@ def _device(device: Any) -> Any:
     return jax.devices()[0] if device is None else device
 
 
-def _pallas(config: K3Config, device: Any, batch: int, implementation: str) -> Iterator[str]:
+def _pallas(
+    config: K3Config, device: Any, batch: int, implementation: str, dtype: Any, params: Any
+) -> Iterator[str]:
     name = "k3jax.pallas.step"
     if importlib.util.find_spec(name) is None:
         yield f"{name}: not part of this version of k3jax"
         return
     module = importlib.import_module(name)
     reasons: Callable[..., Any] = module.supports
-    yield from reasons(config, device, batch, interpret=implementation == "pallas-interpret")
+    interpret = implementation == "pallas-interpret"
+    yield from reasons(config, device, batch, dtype, interpret=interpret, params=params)
 
 
 # -- the megakernel -------------------------------------------------------------------------------

@@ -108,9 +108,14 @@ class Model:
         self.auto = implementation == "auto" and mesh is None
         if self.auto:
             self.implementation = choose("auto", config, 1, params)
-        elif self.implementation in ("megakernel", "pallas"):
-            choose(self.implementation, config)  # before anything is packed
+        elif self.implementation == "megakernel":
+            choose("megakernel", config)  # before anything is packed
             self.pack()
+        elif self.implementation.startswith("pallas"):
+            from .pallas.fit import check_scales  # it needs Pallas' GPU half; only where it is asked
+
+            choose(self.implementation, config, 1, params)
+            check_scales(params)
 
     def __repr__(self) -> str:
         c = self.config

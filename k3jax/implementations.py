@@ -69,7 +69,7 @@ def choose(
             _log.info("decode steps run as 'xla', not as 'megakernel': %s", reason)
         return "xla"
     name = resolve(implementation)
-    if name not in ("megakernel", "pallas"):
+    if name in ("xla", "megakernel-interpret"):
         return name
     if reasons := support.supports(config, device, batch, implementation=name, params=params):
         raise not_here(name, reasons)

@@ -11,6 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def ceiling_of(wanted: str, read_kernel: str | os.PathLike[str] | None = None) -
         return Ceiling(None, f"not measured: {'; '.join(reasons)}")
     from ..pallas.read import COLUMNS, read
 
-    numbers = jnp.zeros((READ_BYTES // 4 // COLUMNS, COLUMNS), jnp.int32)
+    numbers = _random((READ_BYTES // 4 // COLUMNS, COLUMNS))
     return Ceiling(_rate(jax.jit(read), numbers), "measured in this run, Pallas TMA read kernel")
 
 
@@ -72,8 +73,14 @@ def _exported(path: Path) -> Ceiling:
     ffi.register()
     program = export.deserialize(bytearray(path.read_bytes()))
     (operand,) = program.in_avals
-    rate = _rate(jax.jit(program.call), jnp.zeros(operand.shape, operand.dtype))
+    rate = _rate(jax.jit(program.call), _random(operand.shape))
     return Ceiling(rate, f"measured in this run, exported read kernel {path.name}")
+
+
+@partial(jax.jit, static_argnums=0)
+def _random(shape: tuple[int, ...]) -> jax.Array:
+    """int32 of random bits: what a memory full of weights looks like."""
+    return jax.random.bits(jax.random.key(1), shape, jnp.uint32).view(jnp.int32)
 
 
 def _rate(read: Callable[[jax.Array], Any], numbers: jax.Array) -> float:
