@@ -244,7 +244,10 @@ class Model:
         """The prompt in passes of PREFILL_CHUNK tokens, one program for every pass of any prompt."""
         batch, length = ids.shape
         every: LogitsMode = "all" if mode == "all" else "none"
-        last: Any = np.zeros((batch, self.config.hidden_size), self.dtype)
+        # On the device from the start, as every later pass has it: one program. Under a plan the host's
+        # array serves all processes.
+        zeros: Any = jnp.zeros if self.plan is None else np.zeros
+        last = zeros((batch, self.config.hidden_size), self.dtype)
         out = []
         for start in range(0, max(int(counts.max(initial=0)), 1), PREFILL_CHUNK):
             piece = np.zeros((batch, PREFILL_CHUNK), np.int32)
@@ -289,6 +292,8 @@ class Model:
         state.ensure_usable()
         ids = _integers(tokens, "tokens", 1)
         batch = ids.shape[0]
+        if self.plan is None and batch != state.batch:
+            raise ValueError(f"tokens: expected {state.batch} tokens, as the state has rows, got {batch}")
         state = self._fitted(state, batch)
         live = np.ones(batch, bool) if active is None else np.asarray(active)
         if live.dtype != bool or live.shape != (batch,):

@@ -81,11 +81,11 @@ def decay(kind: str = "bounded") -> Callable[..., Any]:
 def kda_output(gate: Callable[[Any], Any] = jax.nn.sigmoid) -> Callable[..., Any]:
     """KDA's gated output norm with another gate."""
 
-    def output(p: Any, x: Any, o: Any, config: K3Config) -> Any:
+    def output(p: Any, x: Any, o: Any, config: K3Config, project: Any = linear) -> Any:
         o32 = o.astype(x.dtype).astype(jnp.float32)
         y = o32 * lax.rsqrt(jnp.mean(o32 * o32, -1, keepdims=True) + config.rms_norm_eps) * p["o_norm"]
         y = y * gate(linear(x, p["g_proj"]).astype(jnp.float32)).reshape(o.shape)
-        return linear(y.astype(x.dtype).reshape(*x.shape[:-1], -1), p["o_proj"])
+        return project(y.astype(x.dtype).reshape(*x.shape[:-1], -1), p["o_proj"])
 
     return output
 
@@ -93,9 +93,9 @@ def kda_output(gate: Callable[[Any], Any] = jax.nn.sigmoid) -> Callable[..., Any
 def mla_output(gate: Callable[[Any], Any] = jax.nn.sigmoid) -> Callable[..., Any]:
     """MLA's gated output with another gate."""
 
-    def output(p: Any, x: Any, o: Any) -> Any:
+    def output(p: Any, x: Any, o: Any, project: Any = linear) -> Any:
         g = gate(linear(x, p["g_proj"]).astype(jnp.float32))
-        return linear(
+        return project(
             (o.reshape(g.shape).astype(x.dtype).astype(jnp.float32) * g).astype(x.dtype), p["o_proj"]
         )
 
