@@ -103,7 +103,9 @@ def test_only_what_the_kernel_reads_need_be_handed_over() -> None:
 def test_any_capacity_runs_with_the_same_artifact() -> None:
     for max_length in (1, 256, 257, 1000):
         state = k3jax.state.init_state(CONFIG, 2, max_length, implementation="megakernel")
-        jax.eval_shape(decode, megakernel.packed_params(), state, megakernel.tokens(2))
+        logits, after = jax.eval_shape(decode, megakernel.packed_params(), state, megakernel.tokens(2))
+        assert logits.shape == (2, CONFIG.vocab_size)
+        assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
 
 
 def test_vmap_says_what_to_do_instead() -> None:
