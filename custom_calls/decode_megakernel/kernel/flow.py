@@ -23,9 +23,12 @@ CHECK_EVERY = 64
 
 
 def fetch(t, at, end):
-    """This lane's word of the record that entry ``at`` of the program names; past the end, of the last."""
+    """This lane's word of the record that entry ``at`` of the program names; past the end, of the last.
+
+    An empty program reads an entry that is not its own and is never acted on, so all that matters is that
+    it lies in the array."""
     last = end - 1
-    index = load(t.program + Int64(cutlass.min(at, last)) * 4, Int32)
+    index = load(t.program + Int64(cutlass.max(cutlass.min(at, last), 0)) * 4, Int32)
     return load(t.records + Int64(index) * 128 + Int64(t.lane) * 4, Int32)
 
 
