@@ -19,7 +19,7 @@ from .._launch import Interpret, launch, require, sm_count
 from . import configs, kernel
 from .configs import ROWS, SWIZZLED_COLUMNS, TOKENS, Config
 from .kernel import Epilogue, Plan, Refs
-from .partition import Partition
+from .partition import partition
 
 SITU_CONSTANTS = (4.0, 25.0)
 """K3's activation_situ_beta and activation_situ_linear_beta."""
@@ -173,7 +173,7 @@ def make_plan(
     chunks = tuple(widths[product.x] // config.columns for product in products)
     return Plan(
         config=config,
-        partition=Partition(tiles, chunks, ctas, split),
+        partition=partition(tiles, chunks, ctas, split),
         epilogues=tuple(product.epilogue for product in products),
         inputs=tuple(product.x for product in products),
         rows=rows,

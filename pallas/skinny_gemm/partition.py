@@ -32,6 +32,11 @@ class Partition:
     def __post_init__(self) -> None:
         if not self.split and len(set(self.chunks)) > 1:
             raise ValueError("products: expected one inner width where sums are not split")
+        if self.split and self.ctas > self.unit_starts[-1]:
+            raise ValueError(
+                f"ctas: expected at most {self.unit_starts[-1]}, one a unit, got {self.ctas}: the slot of a CTA "
+                f"without a unit, between two that share a tile, would be nobody's to fill"
+            )
 
     @property
     def tile_starts(self) -> tuple[int, ...]:
@@ -60,6 +65,12 @@ class Partition:
         first, chunks = self.unit_starts[product], self.chunks[product]
         starts = range(first, self.unit_starts[product + 1], chunks)
         return max(self.owner(u + chunks - 1) - self.owner(u) + 1 for u in starts)
+
+
+def partition(tiles: tuple[int, ...], chunks: tuple[int, ...], ctas: int, split: bool) -> Partition:
+    """The line over at most ``ctas`` CTAs, each of which has a unit."""
+    units = sum(t * c for t, c in zip(tiles, chunks, strict=True))
+    return Partition(tiles, chunks, min(ctas, units), split)
 
 
 def _running(counts: tuple[int, ...]) -> tuple[int, ...]:

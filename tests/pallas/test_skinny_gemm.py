@@ -23,7 +23,7 @@ from k3jax.pallas.skinny_gemm import (
     skinny_gemm,
     supports,
 )
-from k3jax.pallas.skinny_gemm.partition import Partition
+from k3jax.pallas.skinny_gemm.partition import Partition, partition
 from support.pallas_ops import Case, OpTests, assert_no_races, lower_for_cuda, sds
 
 ROUND, WIDE, SITU, PARTIAL = Epilogue.ROUND, Epilogue.WIDE, Epilogue.SITU, Epilogue.PARTIAL
@@ -114,6 +114,20 @@ def test_sums_do_not_depend_on_the_number_of_ctas_unless_split(sms: int) -> None
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def test_every_slot_is_filled_where_there_are_more_ctas_than_units() -> None:
+    """Memory that the interpreter hands out is NaN: a slot that no CTA writes shows."""
+    xs, products = make([256], [(128, PARTIAL, 0)])
+    few = Config(blocks=1, columns=128, stages=2)
+    (out,) = skinny_gemm(xs, products, interpret=True, sms=9, config=few)
+    assert np.isfinite(np.asarray(out)).all()
+    check((out,), xs, products)
+
+
+def test_a_partition_with_idle_ctas_is_refused() -> None:
+    with pytest.raises(ValueError, match="ctas: expected at most 4, one a unit, got 9"):
+        Partition((2,), (2,), 9, split=True)
+
+
 def test_a_row_does_not_depend_on_the_others_even_if_they_are_nan() -> None:
     xs, products = make([256], [(128, PARTIAL, 0)])
     alone = [xs[0].at[1:].set(jnp.nan)]
@@ -164,8 +178,8 @@ def test_ctas_cover_the_weights_once_and_slots_hold_all_who_share_a_tile(
 ) -> None:
     count = len(tiles)
     lengths = chunks[:count] if split else chunks[:1] * count
-    part = Partition(tuple(tiles), tuple(lengths), ctas, split)
-    total = part.unit_starts[-1]
+    part = partition(tuple(tiles), tuple(lengths), ctas, split)
+    total, ctas = part.unit_starts[-1], part.ctas
     cuts = [part.start(i) for i in range(ctas + 1)]
     assert cuts[0] == 0
     assert cuts[-1] == total
@@ -173,6 +187,7 @@ def test_ctas_cover_the_weights_once_and_slots_hold_all_who_share_a_tile(
     sizes = [b - a for a, b in itertools.pairwise(cuts)]
     if split:
         assert max(sizes) - min(sizes) <= 1
+        assert min(sizes) >= 1, "the slot of a CTA without a unit would be nobody's to fill"
         owners = [next(i for i in range(ctas) if cuts[i] <= u < cuts[i + 1]) for u in range(total)]
         assert [part.owner(u) for u in range(total)] == owners
         for p in range(count):

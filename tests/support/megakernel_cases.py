@@ -98,7 +98,7 @@ TOO_MANY = (KernelCase("nano", 3, sms=2 * SMS, options=(("spins", SPINS),)),)
 """Twice the blocks that can be resident: the second half starts when the first has given up."""
 API = (KernelCase("nano", 1, options=(("spins", 1),)),)
 """With NANO's batches 1 and 2, what tests/gpu/test_megakernel_api.py runs."""
-SANITIZER = (KernelCase("nano", 2, options=(("all_lanes", True), ("spins", 1 << 30))),)
+SANITIZER = (KernelCase("nano", 2, options=(("all_lanes", True), ("spins", 1 << 29))),)
 """compute-sanitizer slows the kernel a thousand times, so its waits must last."""
 
 CASES = (*NANO, *DELAYS, *FEWER_SMS, *IMPATIENT, *TOO_MANY, *API, *SLICE4, *SHARD93, *SANITIZER)

@@ -30,7 +30,7 @@ Fields = Mapping[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One buffer that a stage wrote: relative RMS error, and the largest error over the RMS of the values."""
+    """One buffer that a stage wrote: relative RMS error, and the largest error over its value or the RMS."""
 
     stage: str
     buffer: str
@@ -144,6 +144,8 @@ def _of_running_rows(p: Plan, name: str, units: np.ndarray, lo: int, run: np.nda
 
 _SUMMED = ("score", "h.ssq", "comb.ssq")
 """One number an SM: compared as sums over the SMs."""
+_SQUARED = {"h.ssq": "h", "comb.ssq": "comb"}
+"""Sums of squares, and the vector that the same stage rounded and wrote: theirs are of their own roundings."""
 
 
 # -- interpreting ----------------------------------------------------------------------------------
@@ -227,6 +229,9 @@ def _compare(
                     mine, other = mine[:, :, :sources], other[:, :, :sources]
                 if name in _SUMMED:
                     mine, other = mine[:1], other.sum(axis=0, keepdims=True)
+                if name in _SQUARED:
+                    vector = _units(p, after, _SQUARED[name]).astype(np.float64)
+                    mine = np.sum(vector * vector, axis=0, keepdims=True)
                 if name == "best":
                     mine, other = mine[:1], _top(other)
                 got.append(_of_running_rows(p, name, other, a.lo, run))
@@ -316,7 +321,7 @@ def _difference(stage: str, name: str, got: np.ndarray, want: np.ndarray) -> Dif
         return Difference(stage, name, 0.0, 0.0)
     if size == 0:
         return Difference(stage, name, np.inf, np.inf)
-    return Difference(stage, name, float(np.sqrt(np.mean(error**2)) / size), float(error.max() / size))
+    return Difference(stage, name, float(np.sqrt(np.mean(error**2)) / size), float((error / np.maximum(np.abs(want), size)).max()))
 
 
 __all__ = ["Difference", "Snapshot", "replay", "run_machine", "whole"]

@@ -59,8 +59,10 @@ def give_up(t, op, layer, index, target, value):
 
 
 @cute.jit
-def poll(t, op, layer, index, target):
+def poll(t, op, layer, index, target, patience=1):
     """Wait until a counter has reached its target, or the step is given up; one lane.
+
+    The limit is ``patience`` times that of the build.
 
     Once a step is given up no wait blocks any more and no row runs: stages go on over meaningless
     numbers, in bounds, and touch no state, until the kernel ends.
@@ -75,7 +77,7 @@ def poll(t, op, layer, index, target):
         spins += 1
         if spins % CHECK_EVERY == 0:
             dead = cute.arch.load(gmem(t.fault, Int32), Int32, sem="relaxed", scope="gpu")
-        if (spins >= t.geo.spins) & (value < target) & (dead == 0):
+        if (spins >= t.geo.spins * patience) & (value < target) & (dead == 0):
             give_up(t, op, layer, index, target, value)
             dead = Int32(1)
     if dead != 0:

@@ -17,6 +17,9 @@ from .context import COUNT_AT, DEAD_AT, FREE_AT, ROUTED_AT, Part, Record
 from .flow import copy, fetch, issue, open_tile, poll
 from .ptx import load, load_shared, select_int, store_shared
 
+PRODUCER_PATIENCE = 2
+"""Times a consumer's limit that the producer waits for ROUTE."""
+
 
 @cute.jit
 def produce(t):
@@ -127,7 +130,8 @@ def routed(t, record):
     if t.lane == 0:
         # The ids of the layer before may still be in use.
         cute.arch.mbarrier_wait(t.barrier(FREE_AT), turn ^ 1)
-        poll(t, op, layer, index, target)
+        # It began to wait stages ago: what holds the step up is for the consumers to find and record.
+        poll(t, op, layer, index, target, PRODUCER_PATIENCE)
     cute.arch.sync_warp()
     dead = load_shared(t.small + DEAD_AT, Int32)
     count = load(t.at("route.count"), Int32)
