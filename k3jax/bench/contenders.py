@@ -25,46 +25,46 @@ class Contender:
         implementation, form: as in :class:`k3jax.bench.Timing`.
         step: compiled ``(params, state, tokens) -> (logits, state)``; the state is donated.
         params: what it reads.
-        start: makes the state it starts from, an own copy each time.
+        adopt: makes its own copy of a state, with what the implementation adds to one.
     """
 
     implementation: str
     form: str
     step: Step
     params: Any
-    start: Callable[[], State]
+    adopt: Callable[[State], State]
 
 
 def contenders(
-    model: Model, names: tuple[str, ...], state: State
+    model: Model, names: tuple[str, ...], batch: int
 ) -> Iterator[Contender | tuple[str, tuple[str, ...]]]:
     """The forms of each implementation, or its name and why it cannot run.
 
     Args:
         model: an "xla" model; it is packed if the megakernel runs.
-        state: where all start.
+        batch: rows of a step.
     """
     for name in names:
-        reasons = supports(model.config, batch=state.batch, implementation=name, dtype=model.dtype)
+        reasons = supports(model.config, batch=batch, implementation=name, dtype=model.dtype)
         if not reasons and name == "megakernel":
             model.pack()
-            reasons = supports(model.config, batch=state.batch, implementation=name, params=model.params)
+            reasons = supports(model.config, batch=batch, implementation=name, params=model.params)
         if reasons:
             yield name, tuple(reasons)
             continue
-        yield from _forms(model, name, state)
+        yield from _forms(model, name)
 
 
-def _forms(model: Model, name: str, state: State) -> Iterator[Contender]:
+def _forms(model: Model, name: str) -> Iterator[Contender]:
     params: Any = {k: v for k, v in model.params.items() if k != "megakernel"}
-    start = partial(_copy, state)
+    adopt: Callable[[State], State] = copy_of
     if name == "megakernel":
         from ..custom_calls.step import operands_only, with_kernel
 
         params = operands_only(model.params)
-        start = partial(_copy_with_kernel, with_kernel, state, model)
+        adopt = partial(_copy_with_kernel, with_kernel, model)
     for form, options in _options(name):
-        yield Contender(name, form, _compiled(model, name, options), params, start)
+        yield Contender(name, form, _compiled(model, name, options), params, adopt)
 
 
 def _options(name: str) -> tuple[tuple[str, Mapping[str, Any]], ...]:
@@ -83,12 +83,13 @@ def _compiled(model: Model, name: str, options: Mapping[str, Any]) -> Step:
     return jax.jit(step, donate_argnums=1, compiler_options=dict(options) or None)
 
 
-def _copy(state: State) -> State:
+def copy_of(state: State) -> State:
+    """The same numbers in buffers of their own."""
     return jax.tree.map(lambda leaf: leaf.copy(), state)
 
 
-def _copy_with_kernel(with_kernel: Callable[..., State], state: State, model: Model) -> State:
-    return with_kernel(_copy(state), model.config)
+def _copy_with_kernel(with_kernel: Callable[..., State], model: Model, state: State) -> State:
+    return with_kernel(copy_of(state), model.config)
 
 
-__all__ = ["Contender", "Step", "contenders"]
+__all__ = ["Contender", "Step", "contenders", "copy_of"]

@@ -21,7 +21,7 @@ from ..config import K3Config
 from ..model import decode_step
 from ..state import State, abstract_state, check
 from .ceiling import Ceiling
-from .contenders import Contender, contenders
+from .contenders import Contender, contenders, copy_of
 from .report import Agreement, BatchReport, Report, Timing
 
 
@@ -108,15 +108,19 @@ def _batch(
     missing: dict[str, tuple[str, ...]] = {}
     running: list[tuple[Contender, Agreement | None]] = []
     reference: list[jax.Array] = []
-    for found in contenders(model, settings.implementations, state):
+    states: list[State] = []
+    for found in contenders(model, settings.implementations, batch):
         if isinstance(found, tuple):
             missing[found[0]] = found[1]
             continue
         note(f"batch {batch}: compiling and checking {found.implementation} {found.form}")
-        logits = run_steps(found, tokens)
-        running.append((found, agreement(logits, reference) if reference else None))
-        reference = reference or logits
-    seconds = alternate([c for c, _ in running], tokens, settings.rounds)
+        if not reference:
+            reference, states = run_steps(found, state, tokens)
+            running.append((found, None))
+        else:
+            running.append((found, agreement(single_steps(found, states, tokens), reference)))
+    del states
+    seconds = alternate([c for c, _ in running], state, tokens, settings.rounds)
     timings = tuple(
         Timing(c.implementation, c.form, tuple(s), agreed)
         for (c, agreed), s in zip(running, seconds, strict=True)
@@ -184,17 +188,36 @@ def distinct_experts(model: Model, state: State, tokens: Sequence[jax.Array]) ->
 # -- agreement and time ------------------------------------------------------------------------
 
 
-def run_steps(contender: Contender, tokens: Sequence[jax.Array]) -> list[jax.Array]:
-    """Logits of every step, float32 [B, W] each.
+def run_steps(
+    contender: Contender, state: State, tokens: Sequence[jax.Array]
+) -> tuple[list[jax.Array], list[State]]:
+    """Logits of steps that follow one another, float32 [B, W] each, and the state before each.
 
     Raises:
         StateError, KernelFaultError: a step refused a row or gave up.
     """
-    state, out = contender.start(), []
+    state, out, states = contender.adopt(state), [], []
     for row in tokens:
+        states.append(dataclasses.replace(copy_of(state), kernel=None))
         logits, state = contender.step(contender.params, state, row)
         out.append(logits)
     check(state)
+    return out, states
+
+
+def single_steps(
+    contender: Contender, states: Sequence[State], tokens: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Logits of a step from each of the given states: no step inherits the roundings of another.
+
+    Raises:
+        StateError, KernelFaultError: a step refused a row or gave up.
+    """
+    out = []
+    for before, row in zip(states, tokens, strict=True):
+        logits, state = contender.step(contender.params, contender.adopt(before), row)
+        check(state)
+        out.append(logits)
     return out
 
 
@@ -210,15 +233,18 @@ def agreement(got: Sequence[jax.Array], want: Sequence[jax.Array]) -> Agreement:
     errors = np.concatenate([np.asarray(error) for error, _ in pairs])
     errors = np.where(np.isfinite(errors), errors, np.inf)
     same = np.concatenate([np.asarray(same) for _, same in pairs])
-    return Agreement(float(np.median(errors)), float(errors.max()), float(same.mean()), errors.size)
+    quarter, half = np.quantile(errors, (0.25, 0.5), method="higher")
+    return Agreement(float(quarter), float(half), float(errors.max()), float(same.mean()), errors.size)
 
 
-def alternate(running: Sequence[Contender], tokens: Sequence[jax.Array], rounds: int) -> list[list[float]]:
+def alternate(
+    running: Sequence[Contender], begin: State, tokens: Sequence[jax.Array], rounds: int
+) -> list[list[float]]:
     """Seconds per step of every contender, a number per round; rounds alternate between them."""
     seconds: list[list[float]] = [[] for _ in running]
     for _ in range(rounds):
         for contender, mine in zip(running, seconds, strict=True):
-            state = jax.block_until_ready(contender.start())
+            state = jax.block_until_ready(contender.adopt(begin))
             start = time.perf_counter()
             logits = None
             for row in tokens:
@@ -237,4 +263,5 @@ __all__ = [
     "distinct_experts",
     "random_state",
     "run_steps",
+    "single_steps",
 ]

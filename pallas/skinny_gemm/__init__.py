@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ SITU_CONSTANTS = (4.0, 25.0)
 """K3's activation_situ_beta and activation_situ_linear_beta."""
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["weights"], meta_fields=["epilogue", "x"])
 @dataclasses.dataclass(frozen=True)
 class Product:
     """One matrix of a launch, or a gate and an up matrix.

@@ -34,8 +34,8 @@ class Partition:
             raise ValueError("products: expected one inner width where sums are not split")
         if self.split and self.ctas > self.unit_starts[-1]:
             raise ValueError(
-                f"ctas: expected at most {self.unit_starts[-1]}, one a unit, got {self.ctas}: the slot of a CTA "
-                f"without a unit, between two that share a tile, would be nobody's to fill"
+                f"ctas: expected at most {self.unit_starts[-1]}, one a unit, got {self.ctas}: the slot of "
+                f"one without a unit, between two that share a tile, would be nobody's to fill"
             )
 
     @property

@@ -241,12 +241,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     parser.add_argument("--ceiling", type=float, default=4.61, help="read ceiling of the card, TB/s")
     parser.add_argument("--experts", type=int, default=224, help="resident experts (17.5 MB each)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8], help="rows of kda and experts")
     parser.add_argument("--only", choices=("kda", "mla", "experts"), help="one op alone")
     args = parser.parse_args()
 
     jobs: list[Callable[[], Timed]] = []
     if args.only in (None, "kda"):
-        jobs += [partial(bench_kda, batch) for batch in (1, 2, 4, 8)]
+        jobs += [partial(bench_kda, batch) for batch in args.batch]
     if args.only in (None, "mla"):
         jobs += [
             partial(bench_mla, batch, length, capacity)
@@ -259,7 +260,7 @@ def main() -> int:
         ]
     if args.only in (None, "experts"):
         resident = random_experts(args.experts, 80)
-        jobs += [partial(bench_experts, batch, resident, args.experts) for batch in (1, 2, 4, 8)]
+        jobs += [partial(bench_experts, batch, resident, args.experts) for batch in args.batch]
     rows, failed = [], False
     for job in jobs:
         try:

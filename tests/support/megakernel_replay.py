@@ -145,7 +145,7 @@ def _of_running_rows(p: Plan, name: str, units: np.ndarray, lo: int, run: np.nda
 _SUMMED = ("score", "h.ssq", "comb.ssq")
 """One number an SM: compared as sums over the SMs."""
 _SQUARED = {"h.ssq": "h", "comb.ssq": "comb"}
-"""Sums of squares, and the vector that the same stage rounded and wrote: theirs are of their own roundings."""
+"""Sums of squares, and the vector that the same stage rounded and wrote: a stage sums its own roundings."""
 
 
 # -- interpreting ----------------------------------------------------------------------------------
@@ -321,7 +321,12 @@ def _difference(stage: str, name: str, got: np.ndarray, want: np.ndarray) -> Dif
         return Difference(stage, name, 0.0, 0.0)
     if size == 0:
         return Difference(stage, name, np.inf, np.inf)
-    return Difference(stage, name, float(np.sqrt(np.mean(error**2)) / size), float((error / np.maximum(np.abs(want), size)).max()))
+    return Difference(
+        stage,
+        name,
+        float(np.sqrt(np.mean(error**2)) / size),
+        float((error / np.maximum(np.abs(want), size)).max()),
+    )
 
 
 __all__ = ["Difference", "Snapshot", "replay", "run_machine", "whole"]
