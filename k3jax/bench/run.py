@@ -88,7 +88,7 @@ def about(model: Model, settings: Settings, name: str) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "device": device.device_kind,
         "versions": f"{versions}, {device.client.platform_version}".replace("\n", " "),
-        "command": " ".join(sys.argv),
+        "command": " ".join(["k3jax", *sys.argv[1:]]),
         "model": f"{name}: {c.num_hidden_layers} layers, hidden {c.hidden_size}, {c.num_experts} experts, "
         f"{np.dtype(model.dtype).name}",
         "steps in flight": settings.steps,

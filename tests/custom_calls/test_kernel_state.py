@@ -56,6 +56,18 @@ def test_it_is_added_to_a_state_of_another_implementation() -> None:
     assert_bit_equal(added.kernel, megakernel.state(2).kernel)
 
 
+def test_it_lies_for_good_where_a_placed_state_does() -> None:
+    """Leaves that may move beside others that may not: the first step would be a program of its own."""
+    free = init_state(CONFIG, 2, 300)
+    placed = jax.device_put(free, jax.devices()[1])
+    for state in (free, placed):
+        leaves = step.with_kernel(state, CONFIG).kernel
+        assert leaves is not None
+        for leaf in leaves.values():
+            assert leaf.committed == state.lengths.committed
+            assert leaf.devices() == state.lengths.devices()
+
+
 def test_the_other_implementations_carry_it_along() -> None:
     state = dataclasses.replace(megakernel.state(2), kernel=marked(2))
     params = megakernel.params()
