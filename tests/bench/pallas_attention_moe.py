@@ -4,10 +4,10 @@ Every op is first compared with its plain jnp reference on the same inputs, then
 several weight copies in rotation, larger together than the L2 cache, so that memory serves every
 byte; a round is many calls in flight inside one compiled program, and the median over rounds counts::
 
-    python tests/bench/pallas_attention_moe.py --json results/pallas_attention_moe.json [--ceiling 4.61]
+    python tests/bench/pallas_attention_moe.py --read-kernel read.bin --json results.json
 
 Bytes are what a call must read and write (weights, state, cache of the real lengths); "share" is
-their rate over the read ceiling of the card, in TB/s, measured apart.
+their rate over the read ceiling of the card, in TB/s.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from device_arrays import add_ceiling, ceiling_of, normal
 
 from k3jax import K3Config
 from k3jax.pallas import experts as experts_op
@@ -61,11 +62,6 @@ class Timed:
     @property
     def tb_per_s(self) -> float:
         return self.bytes / self.us * 1e-6
-
-
-def normal(key: int, shape: tuple[int, ...], scale: float = 1.0, dtype: Any = BF16) -> jax.Array:
-    draw = jax.jit(lambda k: (jax.random.normal(k, shape, jnp.float32) * scale).astype(dtype))
-    return draw(jax.random.key(key))
 
 
 def error_of(got: Any, want: Any) -> float:
@@ -239,12 +235,13 @@ def bench_experts(batch: int, experts: dict[str, MXFP4], count: int) -> Timed:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path, help="file to write the figures to")
-    parser.add_argument("--ceiling", type=float, default=4.61, help="read ceiling of the card, TB/s")
+    add_ceiling(parser)
     parser.add_argument("--experts", type=int, default=224, help="resident experts (17.5 MB each)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8], help="rows of kda and experts")
     parser.add_argument("--only", choices=("kda", "mla", "experts"), help="one op alone")
     args = parser.parse_args()
 
+    ceiling = ceiling_of(parser, args)
     jobs: list[Callable[[], Timed]] = []
     if args.only in (None, "kda"):
         jobs += [partial(bench_kda, batch) for batch in args.batch]
@@ -270,10 +267,10 @@ def main() -> int:
             failed = True
             continue
         rows.append(row)
-        share = row.tb_per_s / args.ceiling
+        share = row.tb_per_s / ceiling
         print(
             f"{row.op:8s} B={row.batch} {row.us:9.1f} us {row.bytes / 1e6:9.1f} MB {row.tb_per_s:6.3f} TB/s "
-            f"{share:6.1%} of {args.ceiling}  error {row.error:.1e}  ({row.detail})",
+            f"{share:6.1%} of {ceiling}  error {row.error:.1e}  ({row.detail})",
             flush=True,
         )
         if row.error > 1e-2:
@@ -284,10 +281,9 @@ def main() -> int:
             "date": datetime.date.today().isoformat(),
             "jax": jax.__version__,
             "device": jax.devices()[0].device_kind,
-            "ceiling_tb_per_s": args.ceiling,
+            "ceiling_tb_per_s": ceiling,
             "rows": [
-                {**dataclasses.asdict(r), "tb_per_s": r.tb_per_s, "share": r.tb_per_s / args.ceiling}
-                for r in rows
+                {**dataclasses.asdict(r), "tb_per_s": r.tb_per_s, "share": r.tb_per_s / ceiling} for r in rows
             ],
         }
         args.json.write_text(json.dumps(document, indent=1) + "\n")

@@ -1,17 +1,18 @@
 """Bandwidth of the Pallas ops at K3's shapes on a GPU, each checked against XLA in the same run.
 
-    python tests/bench/pallas_ops.py --out results.json
-    python tests/bench/pallas_ops.py --cases kda_in kda_out --configs 2x64x128x6 1x64x256x6 --xla
+    python tests/bench/pallas_ops.py --read-kernel read.bin --out results.json
+    python tests/bench/pallas_ops.py --ceiling 4.5 --cases kda_in --configs 2x64x128x6 1x64x256x6 --xla
 
 Every case calls its op ``--calls`` times in one jitted function, on weight copies in rotation that
-together exceed the L2 cache, and reports the median of ``--rounds``: time per call (launch
-included), TB/s of weights, and the share of the read ceiling.
+together exceed the L2 cache, and reports the median of ``--rounds`` of ``--repeats`` such functions
+in flight: time per call (launch included), TB/s of weights, and the share of the read ceiling.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
 import statistics
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from device_arrays import add_ceiling, ceiling_of, normal
 
 from k3jax.pallas import attn_res, router
 from k3jax.pallas.skinny_gemm import Config, Epilogue, Product, configs, reference, skinny_gemm
@@ -43,7 +45,7 @@ GEMMS: dict[str, tuple[list[int], list[tuple[int, Epilogue, int]]]] = {
     "head": ([7168], [(163840, WIDE, 0)]),
 }
 SMALL = ("attn_res", "router")
-DEFAULT_CONFIGS = ("2x64x128x6", "2x64x256x3", "1x64x256x6")
+DEFAULT_CONFIGS = ("2x64x128x6",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +53,9 @@ class Timing:
     """What the command line asks for."""
 
     calls: int
+    repeats: int
     rounds: int
     ceiling: float
-
-
-def random_array(seed: int, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
-    key = jax.random.key(seed)
-    return jax.jit(lambda k: jax.random.normal(k, shape, dtype))(key)
 
 
 def median_seconds(run: Callable[[], Any], timing: Timing) -> float:
@@ -67,8 +65,8 @@ def median_seconds(run: Callable[[], Any], timing: Timing) -> float:
     seconds = []
     for _ in range(timing.rounds):
         start = time.perf_counter()
-        jax.block_until_ready([run() for _ in range(3)])
-        seconds.append((time.perf_counter() - start) / (3 * timing.calls))
+        jax.block_until_ready([run() for _ in range(timing.repeats)])
+        seconds.append((time.perf_counter() - start) / (timing.repeats * timing.calls))
     return statistics.median(seconds)
 
 
@@ -107,11 +105,11 @@ def bench_gemm(
     name: str, variants: dict[str, Config], timing: Timing, batch: int, with_xla: bool
 ) -> list[dict[str, Any]]:
     widths, rows = GEMMS[name]
-    xs = [random_array(i, (8, k)).at[batch:].set(0) for i, k in enumerate(widths)]
+    xs = [normal(i, (8, k)).at[batch:].set(0) for i, k in enumerate(widths)]
     shapes = [(n, widths[x]) for n, e, x in rows for _ in range(2 if e is SITU else 1)]
     size = 2 * sum(n * k for n, k in shapes)
     copies = max(2, -(-4 * L2_BYTES // size))
-    weights = [[random_array(100 * c + i, shape) for i, shape in enumerate(shapes)] for c in range(copies)]
+    weights = [[normal(100 * c + i, shape) for i, shape in enumerate(shapes)] for c in range(copies)]
 
     def repeated(one: Callable[..., Any]) -> Callable[..., Any]:
         return jax.jit(lambda xs, ws: chained(lambda xs, i: one(xs, ws[i % copies]), xs, timing.calls))
@@ -161,16 +159,16 @@ def bench_small(name: str, timing: Timing, batch: int) -> dict[str, Any]:
     """The ops between matrices: time is what counts."""
     if name == "attn_res":
         d, bf = 7168, jnp.bfloat16
-        pre, gain, norm = random_array(0, (8, d)), random_array(1, (d,)), random_array(2, (d,))
-        proj = random_array(3, (1, d)) * bf(0.02)
-        snapshots = [random_array(10 + i, (8, d)) for i in range(8)]
-        deltas = [random_array(20 + i, (3, 8, d), jnp.float32) for i in range(2)]
+        pre, gain, norm = normal(0, (8, d)), normal(1, (d,)), normal(2, (d,))
+        proj = normal(3, (1, d)) * bf(0.02)
+        snapshots = [normal(10 + i, (8, d)) for i in range(8)]
+        deltas = [normal(20 + i, (3, 8, d), dtype=jnp.float32) for i in range(2)]
         args: tuple[Any, ...] = (pre, deltas, snapshots, norm, proj, gain, 1e-5)
         op, plain = attn_res.attn_res, attn_res.reference
         arrays, static = args[:6], args[6:]
     else:
-        logits = random_array(0, (8, 896), jnp.float32)
-        bias = random_array(1, (896,), jnp.float32)
+        logits = normal(0, (8, 896), dtype=jnp.float32)
+        bias = normal(1, (896,), dtype=jnp.float32)
         arrays, static = (logits, bias, jnp.ones((batch,), jnp.int32)), (16,)
         op, plain = router.route, router.reference
 
@@ -195,16 +193,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="*", default=[*GEMMS, *SMALL], choices=[*GEMMS, *SMALL])
     parser.add_argument("--configs", nargs="*", default=DEFAULT_CONFIGS, choices=list(configs.VARIANTS))
     parser.add_argument("--batch", type=int, default=1, help="rows that are not zero, 1..8")
-    parser.add_argument("--calls", type=int, default=16, help="calls in one jitted function")
+    parser.add_argument("--calls", type=int, default=8, help="calls in one jitted function")
+    parser.add_argument("--repeats", type=int, default=12, help="such functions in flight in a round")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--ceiling", type=float, default=4.61, help="read ceiling, TB/s")
+    add_ceiling(parser)
     parser.add_argument("--xla", action="store_true", help="also time XLA's own products")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
     device = jax.devices()[0]
     if device.platform != "gpu":
         parser.error(f"needs a GPU, jax sees {device.platform}")
-    timing = Timing(args.calls, args.rounds, args.ceiling)
+    timing = Timing(args.calls, args.repeats, args.rounds, ceiling_of(parser, args))
     variants = {name: configs.VARIANTS[name] for name in args.configs}
     rows: list[dict[str, Any]] = []
     for name in args.cases:
@@ -217,8 +216,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "jax": jax.__version__,
         "batch": args.batch,
         "calls": args.calls,
+        "repeats": args.repeats,
         "rounds": args.rounds,
-        "ceiling_tb_per_s": args.ceiling,
+        "date": datetime.date.today().isoformat(),
+        "ceiling_tb_per_s": timing.ceiling,
         "rows": rows,
     }
     if args.out:

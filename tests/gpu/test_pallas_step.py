@@ -36,12 +36,16 @@ def nano(implementation: str) -> Any:
     return k3jax.load("nano", progress=False, implementation=implementation)
 
 
-def test_greedy_tokens_of_nano_are_those_of_xla() -> None:
-    for prompts in (PROMPTS[:1], PROMPTS, [*PROMPTS, "The king", "Blessed"] * 2):
-        want = nano("xla").generate(prompts, max_new_tokens=60)
-        got = nano("pallas").generate(prompts, max_new_tokens=60)
-        for prompt, mine, other in zip(prompts, got.tokens, want.tokens, strict=True):
-            explain(prompt, mine, other)
+@pytest.mark.parametrize(
+    "prompts",
+    [PROMPTS[:1], PROMPTS, [*PROMPTS, "The king", "Blessed"] * 2],
+    ids=lambda p: f"batch {len(p)}",
+)
+def test_greedy_tokens_of_nano_are_those_of_xla(prompts: list[str]) -> None:
+    want = nano("xla").generate(prompts, max_new_tokens=60)
+    got = nano("pallas").generate(prompts, max_new_tokens=60)
+    for prompt, mine, other in zip(prompts, got.tokens, want.tokens, strict=True):
+        explain(prompt, mine, other)
 
 
 def explain(prompt: str, got: list[int], want: list[int]) -> None:
