@@ -117,6 +117,32 @@ def test_unrolled_steps_equal_single_ones_bit_for_bit() -> None:
         assert_bit_equal(getattr(together[2], name), getattr(state, name))
 
 
+def test_steps_in_a_command_buffer_equal_those_outside() -> None:
+    """XLA records custom calls into a CUDA graph only when told to, and replays it from the second run on."""
+    mega, config = model("megakernel"), model("megakernel").config
+    params, on = step.operands_only(mega.params), jnp.ones(2, bool)
+
+    def steps(params: Any, state: Any, token: Any) -> Any:
+        logits = None
+        for _ in range(3):
+            logits, token, state = step.step(params, state, token, on, config)
+        return logits, token, state
+
+    recorded = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
+    plain, graph = jax.jit(steps), jax.jit(steps, compiler_options=recorded)
+    token = jnp.array([65, 66], jnp.int32)
+    state = other = started(2)
+    for _ in range(4):
+        logits, following, state = plain(params, state, token)
+        same, again, other = graph(params, other, token)
+        assert_bit_equal(np.asarray(same), np.asarray(logits))
+        assert_bit_equal(np.asarray(again), np.asarray(following))
+        token = following
+    k3jax.check(other)
+    for name in ("layers", "lengths", "status"):
+        assert_bit_equal(getattr(other, name), getattr(state, name))
+
+
 def test_one_kernel_serves_every_capacity() -> None:
     logits = []
     for capacity in (256, 257, 4096):
