@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from k3jax.pallas.attn_res import attn_res, reference, supports
+from support import megakernel_ops
 from support.pallas_ops import Case, OpTests, assert_no_races, lower_for_cuda, sds
 
 EPS = 1e-5
@@ -73,6 +74,7 @@ def check(
 class TestAttnRes(OpTests):
     op = staticmethod(attn_res)
     reference = staticmethod(reference)
+    stage = staticmethod(megakernel_ops.attn_res)
     cases = (
         Case("first layer: a plain norm", partial(make, 256, 0, ()), check),
         Case("a split product's norm", partial(make, 512, 0, (3,), True), check),
@@ -80,8 +82,8 @@ class TestAttnRes(OpTests):
         Case("a block restarts", partial(make, 256, 2, (1,), True), check),
         Case("two deltas, several chunks", partial(make, 768, 3, (2, 1)), check),
         Case("128 columns", partial(make, 128, 0, (2,), True), check),
-        Case("K3's last layer", partial(make, 7168, 8, (3, 4)), check, interpret=False),
-        Case("K3's latent norm", partial(make, 3584, 0, (3,), True), check, interpret=False),
+        Case("K3's last layer", partial(make, 7168, 8, (3, 4)), check),
+        Case("K3's latent norm", partial(make, 3584, 0, (3,), True), check),
     )
 
 

@@ -24,6 +24,8 @@ from k3jax.pallas.skinny_gemm import (
     supports,
 )
 from k3jax.pallas.skinny_gemm.partition import Partition, partition
+from support import megakernel_products
+from support.megakernel_stage import OutsideThePlanError
 from support.pallas_ops import Case, OpTests, assert_no_races, lower_for_cuda, sds
 
 ROUND, WIDE, SITU, PARTIAL = Epilogue.ROUND, Epilogue.WIDE, Epilogue.SITU, Epilogue.PARTIAL
@@ -79,9 +81,10 @@ def check(results: Sequence[Any], xs: Sequence[Any], products: Sequence[Product]
 CASES = (
     Case("one matrix", partial(make, [512], [(192, ROUND, 0)]), check),
     Case("ragged rows", partial(make, [256], [(72, ROUND, 0), (2, WIDE, 0), (136, WIDE, 0)]), check),
-    Case("KDA inputs", partial(make, [256], [*[(128, ROUND, 0)] * 4, (64, ROUND, 0), (8, ROUND, 0)]), check),
+    Case("KDA inputs", partial(make, [256], [*[(128, ROUND, 0)] * 4, (128, ROUND, 0), (1, ROUND, 0)]), check),
     Case("MoE inputs", partial(make, [128], [(32, WIDE, 0), (128, ROUND, 0), (192, SITU, 0)]), check),
     Case("split sums", partial(make, [512], [(192, PARTIAL, 0)]), check),
+    Case("split sums of two chunks", partial(make, [2048], [(64, PARTIAL, 0)]), check),
     Case("two split sums", partial(make, [128, 320], [(256, PARTIAL, 0), (256, PARTIAL, 1)]), check),
     Case("narrow columns", partial(make, [64], [(64, ROUND, 0)]), check),
     Case(
@@ -102,6 +105,7 @@ CASES = (
 class TestSkinnyGemm(OpTests):
     op = staticmethod(skinny_gemm)
     reference = staticmethod(reference)
+    stage = staticmethod(megakernel_products.products)
     cases = CASES
 
 
@@ -145,6 +149,11 @@ def test_no_races(rows: Any) -> None:
         xs,
         products,
     )
+
+
+def test_a_product_without_a_stage_of_the_megakernel_says_why() -> None:
+    with pytest.raises(OutsideThePlanError, match="q_lora_rank: 4, not a multiple of 8"):
+        megakernel_products.products(*make([64], [(4, ROUND, 0)]))
 
 
 def test_reasons_name_every_unsupported_shape_at_once() -> None:

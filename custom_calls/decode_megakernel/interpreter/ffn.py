@@ -53,6 +53,7 @@ def route(t: Piece) -> None:
     if c.moe_renormalize:
         weight = weight / (weight.sum(axis=-1, keepdims=True) + np.float32(1e-20))
     weight = weight * np.float32(c.routed_scaling_factor)
+    weight = np.where(np.isnan(score).any(axis=-1, keepdims=True), np.float32(np.nan), weight)
     t.m.slots = sorted(set(ids[t.rows.run].ravel().tolist()))
     record = np.full((1, p.B, p.A + 1, 2), np.nan, np.float32)
     record[0, :, : p.A, 0], record[0, :, : p.A, 1] = ids, weight

@@ -15,6 +15,7 @@ from k3jax import K3Config
 from k3jax.pallas.experts import check_scales, configs, experts, reference, supports
 from k3jax.pallas.experts.packed_dot import permute_columns
 from k3jax.quant import MXFP4, dequantize
+from support import megakernel_ops
 from support.compare import as_float64, assert_close
 from support.pallas_ops import Case, OpTests, assert_no_races, lower_for_cuda, sds
 from support.reference_math import situ_glu
@@ -121,6 +122,7 @@ def check_zero(result: Any, *args: Any) -> None:
 class TestExperts(OpTests):
     op = staticmethod(run_kernel)
     reference = staticmethod(run_reference)
+    stage = staticmethod(megakernel_ops.experts)
     cases = (
         Case("one row", partial(call, 1), check),
         Case("eight rows", partial(call, 8, seed=1), check),

@@ -13,6 +13,7 @@ import pytest
 
 from k3jax import K3Config
 from k3jax.pallas.kda import kda, reference, supports
+from support import megakernel_ops
 from support.compare import as_float64, assert_close
 from support.pallas_ops import RACES, Case, OpTests, assert_no_races, lower_for_cuda, sds
 from support.reference_kda import delta_rule, l2_normalize, short_conv
@@ -86,6 +87,7 @@ def check_zero(result: Any, *args: Any) -> None:
 class TestKda(OpTests):
     op = staticmethod(kda)
     reference = staticmethod(reference)
+    stage = staticmethod(megakernel_ops.kda)
     cases = (
         Case("one row", partial(call, 1, 2), check),
         Case("eight rows, three not running", partial(call, 8, 1, 1, [1, 0, 1, 1, 0, 1, 1, 0]), check),
