@@ -2,7 +2,7 @@
 
 A step is launches without a collective and, between them, the methods of a share. :class:`Whole` is
 the share of a device that has the whole model: nothing crosses. That of a device of a mesh,
-:class:`k3jax.sharded_step.PallasShare`, writes its collectives at the same places.
+:class:`k3jax.pallas.planned.Planned`, writes its collectives at the same places.
 """
 
 from __future__ import annotations
