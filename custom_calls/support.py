@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from k3jax.config import K3Config
 from k3jax.implementations import KNOWN
+from k3jax.mesh import MeshPlan
 
 from . import ffi
 from .artifacts import ArtifactError, Key, find, load
@@ -32,17 +34,19 @@ def supports(
     dtype: Any = jnp.bfloat16,
     ways: int = 1,
     params: Mapping[str, Any] | None = None,
+    plan: MeshPlan | None = None,
 ) -> tuple[str, ...]:
     """Why an implementation cannot run a decode step; an empty tuple if it can.
 
     Args:
         config: the architecture.
         device: a jax device; None is the default one.
-        batch: rows of the step.
+        batch: rows of the step, over all devices.
         implementation: one of the names of :mod:`k3jax.implementations` but "auto".
         dtype: compute dtype of the model.
         ways: tensor-parallel ranks that share the model.
         params: a parameter tree; None leaves out what depends on it (its dtype, packed weights, MXFP4).
+        plan: how the model lies on many devices; None is one device, or ``ways`` of them.
 
     Raises:
         ValueError: an unknown implementation.
@@ -50,18 +54,34 @@ def supports(
     if implementation == "auto" or implementation not in KNOWN:
         names = ", ".join(name for name in KNOWN if name != "auto")
         raise ValueError(f"implementation: expected one of {names}, got {implementation!r}")
-    if implementation == "megakernel":
-        return tuple(_megakernel(config, _device(device), batch, dtype, ways, params))
-    if implementation == "megakernel-interpret":
-        return tuple(_plan(config, batch, Target(), ways)[1])
     if implementation.startswith("pallas"):
-        return tuple(_pallas(config, _device(device), batch, implementation, dtype, params))
-    return ()
+        if plan is None and ways != 1:
+            plan = MeshPlan(data=1, tensor=ways)
+        return tuple(_pallas(config, device, batch, implementation, dtype, params, plan))
+    reasons = () if plan is None else tuple(f"mesh: {fault}" for fault in plan.faults(config))
+    if implementation == "megakernel":
+        own = _megakernel(config, _device(device), batch, dtype, ways, params)
+        return (*reasons, *_one_device(plan), *own)
+    if implementation == "megakernel-interpret":
+        return (*reasons, *_one_device(plan), *_plan(config, batch, Target(), ways)[1])
+    return reasons
 
 
-def first_reason(config: K3Config, device: Any, batch: int, params: Mapping[str, Any] | None) -> str | None:
+def first_reason(
+    config: K3Config,
+    device: Any,
+    batch: int,
+    params: Mapping[str, Any] | None,
+    plan: MeshPlan | None = None,
+) -> str | None:
     """The first of the reasons of :func:`supports` against the megakernel, or None; looks no further."""
-    return next(_megakernel(config, _device(device), batch, jnp.bfloat16, 1, params), None)
+    own = _megakernel(config, _device(device), batch, jnp.bfloat16, 1, params)
+    return next(itertools.chain(_one_device(plan), own), None)
+
+
+def _one_device(plan: MeshPlan | None) -> Iterator[str]:
+    if plan is not None:
+        yield f"mesh: the megakernel runs on one device without a plan, got one of {plan.num_devices}"
 
 
 def _device(device: Any) -> Any:
@@ -69,7 +89,7 @@ def _device(device: Any) -> Any:
 
 
 def _pallas(
-    config: K3Config, device: Any, batch: int, implementation: str, dtype: Any, params: Any
+    config: K3Config, device: Any, batch: int, implementation: str, dtype: Any, params: Any, plan: Any
 ) -> Iterator[str]:
     name = "k3jax.pallas.step"
     if importlib.util.find_spec(name) is None:
@@ -78,7 +98,7 @@ def _pallas(
     module = importlib.import_module(name)
     reasons: Callable[..., Any] = module.supports
     interpret = implementation == "pallas-interpret"
-    yield from reasons(config, device, batch, dtype, interpret=interpret, params=params)
+    yield from reasons(config, device, batch, dtype, interpret=interpret, params=params, plan=plan)
 
 
 # -- the megakernel -------------------------------------------------------------------------------

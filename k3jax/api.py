@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from . import axes, model, sharded_step
 from .config import K3Config
-from .implementations import choose, resolve, step_inputs
+from .implementations import choose, resolve_on, step_inputs
 from .layer_scan import prefer_scan
 from .mesh import MeshPlan, planned_state
 from .mesh.states import fit_rows
@@ -54,7 +54,7 @@ _planned_chunk = jax.jit(
     static_argnames=("config", "plan", "logits"),
     donate_argnames=("state", "last"),
 )
-_planned_decode = jax.jit(sharded_step.decode_step, static_argnames=("config", "plan", "routing"))
+_planned_decode = jax.jit(sharded_step.decode_step, static_argnames=("config", "plan", "implementation"))
 _planned_head = jax.jit(sharded_step.head, static_argnames="plan")
 
 
@@ -101,20 +101,20 @@ class Model:
         self.tokenizer = tokenizer
         self.mesh = mesh
         self.plan = mesh if isinstance(mesh, MeshPlan) else None
-        self.implementation = _resolve_on(implementation, mesh)
+        self.implementation = resolve_on(implementation, self.plan)
         if self.plan is not None:
             _check_planned_params(params, config, self.plan)
         self.scan_layers = self.plan is None and prefer_scan(config)
         self.auto = implementation == "auto" and mesh is None
-        if self.auto:
-            self.implementation = choose("auto", config, 1, params)
+        if implementation == "auto" and not isinstance(mesh, Mesh):
+            self.implementation = choose("auto", config, 1, params, plan=self.plan)
         elif self.implementation == "megakernel":
             choose("megakernel", config)  # before anything is packed
             self.pack()
         elif self.implementation.startswith("pallas"):
             from .pallas.fit import check_scales  # it needs Pallas' GPU half; only where it is asked
 
-            choose(self.implementation, config, 1, params)
+            choose(self.implementation, config, 1, params, plan=self.plan)
             check_scales(params)
 
     def __repr__(self) -> str:
@@ -304,7 +304,10 @@ class Model:
         ids = np.where(live, ids, 0).astype(np.int32)
         if self.plan is not None:
             ids, live = _padded(state.batch, ids, live)
-            logits, state = _planned_decode(self.params, state, ids, live, config=self.config, plan=self.plan)
+            logits, state = _planned_decode(
+                self.params, state, ids, live,
+                config=self.config, plan=self.plan, implementation=self.implementation,
+            )  # fmt: skip
             return logits[:batch], state
         params, implementation = step_inputs(self, state.batch)
         return _decode(
@@ -365,7 +368,7 @@ def load(
 
     check_dtype(dtype)
     mesh = _accepted(mesh)
-    _resolve_on(implementation, mesh)
+    resolve_on(implementation, mesh if isinstance(mesh, MeshPlan) else None)
     path = checkpoints.resolve(path_or_name)
     params, config = checkpoints.load(path, dtype=dtype, mesh=mesh, progress=progress)
     tokenizer = load_tokenizer(path, config)
@@ -390,7 +393,7 @@ def random_model(
 
     check_dtype(dtype)
     mesh = _accepted(mesh)
-    _resolve_on(implementation, mesh)
+    resolve_on(implementation, mesh if isinstance(mesh, MeshPlan) else None)
     if isinstance(mesh, MeshPlan):
         params = random_planned(config, mesh, seed, dtype)
     else:
@@ -403,14 +406,6 @@ def _accepted(mesh: Any) -> Mesh | MeshPlan | None:
         mesh.check_devices()  # before any weight is read
         return mesh
     return None if mesh is None else axes.auto_mesh(mesh)
-
-
-def _resolve_on(implementation: str, mesh: Any) -> str:
-    """As :func:`resolve`; under a plan only the XLA path runs."""
-    name = resolve(implementation)
-    if isinstance(mesh, MeshPlan) and name != "xla":
-        raise NotImplementedError(f"implementation {name!r} over a MeshPlan: only 'xla' runs there")
-    return name
 
 
 def _check_planned_params(params: Any, config: K3Config, plan: MeshPlan) -> None:

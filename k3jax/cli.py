@@ -97,8 +97,8 @@ def _generate(
     _check_length(path, prompt, max_new_tokens)
     _find_kernels(kernels, cuda_runtime)
     with processes(coordinator, num_processes, process_id, heartbeat) as speaks:
-        _check_implementation(path, implementation)
         plan = _plan(path, devices, tensor, dispatch, in_group=coordinator is not None, speaks=speaks)
+        _check_implementation(path, implementation, plan)
         _load_and_print(path, prompt, max_new_tokens, sampling, seed, implementation, dtype, plan, speaks)
 
 
@@ -177,13 +177,13 @@ def _find_kernels(kernels: str | None, cuda_runtime: str | None) -> None:
         register(cuda_runtime)
 
 
-def _check_implementation(path: str, implementation: str) -> None:
+def _check_implementation(path: str, implementation: str, plan: Any) -> None:
     """Refuse an implementation that cannot run here; "auto" is chosen when the parameters are there."""
     from k3jax.checkpoints import resolve
     from k3jax.config import K3Config
 
     if implementation != "auto":
-        choose(implementation, K3Config.from_pretrained(resolve(path)))
+        choose(implementation, K3Config.from_pretrained(resolve(path)), plan=plan)
 
 
 def _print_stream(prompt: str, steps: Iterator[Any]) -> None:

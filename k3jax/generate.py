@@ -19,7 +19,7 @@ import numpy as np
 
 from . import model as _model
 from . import sharded_step
-from .implementations import step_inputs
+from .implementations import choose, step_inputs
 from .mesh import MeshPlan
 from .mesh.transfer import put
 from .prompts import Prompts, pad_right, tokenise
@@ -159,8 +159,9 @@ def _decode_and_pick(
     """The compiled step: every value that changes from step to step or call to call is an array."""
     if plan is not None:
         logits, state = sharded_step.decode_step(
-            params, state, pick.feed, pick.active, config=config, plan=plan
-        )
+            params, state, pick.feed, pick.active,
+            config=config, plan=plan, implementation=implementation,
+        )  # fmt: skip
     else:
         logits, state = _model.decode_step(
             params, state, pick.feed, pick.active,
@@ -246,6 +247,8 @@ class _Generation:
         batch = len(self.prompts)
         self.plan = model.mesh if isinstance(model.mesh, MeshPlan) else None
         self.padding = 0 if self.plan is None else self.plan.padded(batch) - batch
+        if model.implementation.startswith("pallas"):  # before prefill: the step takes few rows
+            choose(model.implementation, config, batch + self.padding, model.params, plan=self.plan)
         self.max_new_tokens = _check_new_tokens(max_new_tokens, self.prompts, config.max_position_embeddings)
         sampling_rows = _sampling_rows(sampling, batch)
         self.pad = _padding_token(config, tokenizer)

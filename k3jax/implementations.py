@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import K3Config
+    from .mesh import MeshPlan
     from .state import State
 
 AVAILABLE = ("xla", "pallas", "pallas-interpret", "megakernel", "megakernel-interpret")
 KNOWN = ("auto", *AVAILABLE)
+ALWAYS = ("auto", "xla", "megakernel-interpret")
+"""Those that run anywhere, the last one without a plan."""
+PLANNED = ("xla", "pallas", "pallas-interpret")
+"""Those that run over a :class:`k3jax.mesh.MeshPlan` too."""
 
 _PALLAS_STEP = "k3jax.pallas.step"
 _log = logging.getLogger("k3jax")
@@ -43,8 +48,9 @@ def choose(
     batch: int = 1,
     params: Mapping[str, Any] | None = None,
     device: Any = None,
+    plan: MeshPlan | None = None,
 ) -> str:
-    """The implementation for a batch of a model on a device.
+    """The implementation for a batch of a model on a device, or on those of a plan.
 
     "auto" is "megakernel" where it is supported, else "xla": then one line says why not, once a process
     for each reason (logger "k3jax", level INFO; the first reason, ``k3jax.supports`` has all). A name
@@ -53,6 +59,7 @@ def choose(
     Args:
         params: a parameter tree, looked at for dtype and packed weights; None leaves that out.
         device: a jax device; None is the default one.
+        plan: how the model lies on many devices; None is one device.
 
     Raises:
         ValueError: an unknown name.
@@ -61,18 +68,33 @@ def choose(
     from .custom_calls import support  # it knows the kernels' modules; only where it is asked
 
     if implementation == "auto":
-        reason = support.first_reason(config, device, batch, params)
+        reason = support.first_reason(config, device, batch, params, plan)
         if reason is None:
             return "megakernel"
         if reason not in _logged:
             _logged.add(reason)
             _log.info("decode steps run as 'xla', not as 'megakernel': %s", reason)
         return "xla"
-    name = resolve(implementation)
+    name = resolve_on(implementation, plan)
     if name in ("xla", "megakernel-interpret"):
         return name
-    if reasons := support.supports(config, device, batch, implementation=name, params=params):
-        raise not_here(name, reasons)
+    reasons = support.supports(config, device, batch, implementation=name, params=params, plan=plan)
+    if reasons:
+        raise not_here(name, reasons, ALWAYS if plan is None else ALWAYS[:2])
+    return name
+
+
+def resolve_on(implementation: str, plan: MeshPlan | None) -> str:
+    """As :func:`resolve`, for the devices of a plan.
+
+    Raises:
+        ValueError, NotImplementedError: as :func:`resolve`; a name that runs on one device only.
+    """
+    name = resolve(implementation)
+    if plan is not None and name not in PLANNED:
+        raise NotImplementedError(
+            f"implementation {name!r} over a MeshPlan: expected one of auto, {', '.join(PLANNED)}"
+        )
     return name
 
 
@@ -95,6 +117,12 @@ def decode_step_of(name: str) -> Callable[..., Any]:
     return decode_step
 
 
+def planned_step_of(name: str) -> Callable[..., Any]:
+    """``(local, params, routing) -> a device's step`` of one of :data:`PLANNED` but "xla"."""
+    step = importlib.import_module("k3jax.pallas.planned").planned_step
+    return functools.partial(step, interpret=name == "pallas-interpret")
+
+
 def _pallas(
     step: Any, interpret: bool, params: Any, state: Any, tokens: Any, live: Any, config: Any, tap: Any
 ) -> Any:
@@ -115,12 +143,17 @@ def step_inputs(model: Any, batch: int) -> tuple[Mapping[str, Any], str]:
     return operands_only(model.params), name
 
 
-def not_here(implementation: str, reasons: Sequence[str]) -> NotImplementedError:
+def not_here(
+    implementation: str, reasons: Sequence[str], available: Sequence[str] = ALWAYS
+) -> NotImplementedError:
     """The error for an implementation that cannot run, with every reason."""
     return NotImplementedError(
         f"implementation {implementation!r} is not available here: {'; '.join(reasons)}; "
-        "available: auto, xla, megakernel-interpret"
+        f"available: {', '.join(available)}"
     )
 
 
-__all__ = ["AVAILABLE", "KNOWN", "choose", "decode_step_of", "not_here", "of_step", "resolve", "step_inputs"]
+__all__ = [
+    "AVAILABLE", "KNOWN", "PLANNED", "choose", "decode_step_of", "not_here", "of_step", "planned_step_of",
+    "resolve", "resolve_on", "step_inputs",
+]  # fmt: skip

@@ -3,7 +3,8 @@
 Every device runs :mod:`k3jax.model`'s layers on its heads, widths and rows; what crosses devices is
 written here, nothing is left for the compiler to find. Per layer, over the tensor ranks: one sum
 after attention, one after the feed-forward network, a gather of the latent; over all ranks the
-dispatch of :mod:`k3jax.dispatch`, whose sum ends before the latent norm.
+dispatch of :mod:`k3jax.dispatch`, whose sum ends before the latent norm. The Pallas path has its launches
+between the same collectives, see :mod:`k3jax.pallas.planned`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from . import dispatch
+from . import dispatch, implementations
 from .config import K3Config
 from .layers.ffn import dense_ffn
 from .layers.kda import kda_prefill, kda_step
@@ -48,8 +49,19 @@ def embed(table: Float[Array, "w d"], tokens: Int[Array, "*rows"]) -> Float[Arra
     return lax.psum(rows, TENSOR_PARALLEL)
 
 
+def whole_latent(part: Float[Array, "rows part"]) -> Float[Array, "rows l"]:
+    """The latent of which each tensor rank has computed some columns."""
+    return lax.all_gather(part, TENSOR_PARALLEL, axis=-1, tiled=True)
+
+
+def own_latent(latent: Float[Array, "rows l"], width: int) -> Float[Array, "rows part"]:
+    """The ``width`` columns that this tensor rank's output matrix reads."""
+    first = lax.axis_index(TENSOR_PARALLEL) * width
+    return lax.dynamic_slice_in_dim(latent, first, width, axis=-1)
+
+
 @dataclasses.dataclass(frozen=True)
-class _Local:
+class Local:
     """What a device knows of its share.
 
     Attributes:
@@ -72,38 +84,49 @@ class _Local:
         x = x.reshape(-1, shape[-1])
         ids, weights = route(p, x, c)
         part = linear(x, p["routed_expert_down_proj"])
-        latent = lax.all_gather(part, TENSOR_PARALLEL, axis=-1, tiled=True)
-        total = self._dispatch(p, latent, ids, weights, live.reshape(-1))
+        per_rank = _per_rank(p)
+        local = dataclasses.replace(
+            c,
+            num_experts=per_rank,
+            num_experts_per_token=min(per_rank, c.num_experts_per_token),
+            moe_intermediate_size=c.moe_intermediate_size // self.plan.expert_width,
+        )
+
+        def compute(rows: jax.Array, expert: jax.Array, weights: jax.Array) -> jax.Array:
+            return experts_by_block(p["experts"], rows, expert, weights, local)
+
+        total = self.dispatch(p, whole_latent(part), ids, weights, live.reshape(-1), compute)
         normed = rms_norm(total.astype(x.dtype), p["routed_expert_norm"], c.rms_norm_eps)
-        first = lax.axis_index(TENSOR_PARALLEL) * part.shape[-1]
-        mine = lax.dynamic_slice_in_dim(normed, first, part.shape[-1], axis=-1)
         # One sum for both: the shared expert needs nothing of the exchange and runs beside it.
         partial_sum = partial(einsum, "...i,oi->...o")
-        out = partial_sum(mine, p["routed_expert_up_proj"])
+        out = partial_sum(own_latent(normed, part.shape[-1]), p["routed_expert_up_proj"])
         out = out + dense_ffn(p["shared_experts"], x, c, project=partial_sum)
         if tap is not None:
             tap("topk_ids", ids.reshape(*shape[:-1], -1))
             tap("topk_w", weights.reshape(*shape[:-1], -1))
         return lax.psum(out, TENSOR_PARALLEL).astype(x.dtype).reshape(shape)
 
-    def _dispatch(
-        self, p: Mapping[str, Any], latent: jax.Array, ids: jax.Array, weights: jax.Array, live: jax.Array
+    def dispatch(
+        self,
+        p: Mapping[str, Any],
+        latent: jax.Array,
+        ids: jax.Array,
+        weights: jax.Array,
+        live: jax.Array,
+        compute: dispatch.Compute,
     ) -> jax.Array:
+        """float32 [rows, L]: what ``compute`` gives for each (row, choice) where the choice lies, summed.
+
+        Args:
+            p: the layer's ``block_sparse_moe`` parameters.
+            latent: [rows, L] of this data group; ids, weights: [rows, A]; live: bool [rows].
+            compute: this rank's experts.
+        """
         count = ids.shape[0]
         first = lax.axis_index("data") * count
         slots = dispatch.chosen_slots(p["placement"], ids, live, first)
         weights = jnp.where(live[:, None], weights, 0.0)
-        per_rank = jax.tree.leaves(p["experts"])[0].shape[0]
-        local = dataclasses.replace(
-            self.config,
-            num_experts=per_rank,
-            num_experts_per_token=min(per_rank, self.config.num_experts_per_token),
-            moe_intermediate_size=self.config.moe_intermediate_size // self.plan.expert_width,
-        )
-
-        def compute(rows: jax.Array, expert: jax.Array, weights: jax.Array) -> jax.Array:
-            return experts_by_block(p["experts"], rows, expert, weights, local)
-
+        per_rank = _per_rank(p)
         choice = self.plan.choice(self.config, count * self.plan.data)
         if choice.kind == "gather":
             return dispatch.gather(latent, slots, weights, compute, per_rank)
@@ -128,8 +151,13 @@ class _Local:
         return out, split_conv(new, self.heads)
 
 
+def _per_rank(p: Mapping[str, Any]) -> int:
+    """Physical expert slots of a rank."""
+    return jax.tree.leaves(p["experts"])[0].shape[0]
+
+
 def _decode_local(
-    params: Any, state: State, tokens: jax.Array, active: jax.Array, *, local: _Local, taps: bool
+    params: Any, state: State, tokens: jax.Array, active: jax.Array, *, local: Local, taps: bool
 ) -> tuple[jax.Array, State, dict[str, jax.Array]]:
     plan, vocab = local.plan, local.config.vocab_size
     full = state.lengths >= state.max_length
@@ -161,7 +189,7 @@ def _decode_local(
 
 def _prefill_local(
     params: Any, state: State, last: jax.Array, tokens: jax.Array, counts: jax.Array,
-    *, local: _Local, every: bool,
+    *, local: Local, every: bool,
 ) -> tuple[jax.Array | None, jax.Array, State]:  # fmt: skip
     plan = local.plan
     longest = jnp.max(state.lengths + counts, initial=0)
@@ -205,6 +233,7 @@ def decode_step(
     *,
     config: K3Config,
     plan: MeshPlan,
+    implementation: str = "xla",
     routing: bool = False,
 ) -> Any:
     """As :func:`k3jax.model.decode_step`, over the plan's devices.
@@ -214,25 +243,35 @@ def decode_step(
         state: of the plan, see :func:`k3jax.mesh.planned_state`; B a multiple of ``plan.data``.
         tokens: int32 [B].
         active: bool [B]; padding rows are not active.
+        implementation: "xla", "pallas" or "pallas-interpret".
         routing: also return ``{"layers.i.topk_ids": [B, A], "layers.i.topk_w": [B, A], ...}``.
 
     Returns:
         float32 logits [B, W], cut by rows and vocabulary, the new state, and routing if asked for.
 
     Raises:
-        ValueError: params or state of another plan; NotImplementedError: the dispatch.
+        ValueError: params or state of another plan; NotImplementedError: the dispatch, or an
+            implementation that cannot run over this plan, with every reason.
     """
+    name = implementations.resolve_on(implementation, plan)
     plan.check(config)
     check_planned(config, plan, state, params["embed_tokens"].dtype)
     plan.check_devices()
     specs, states = _specs(config, plan, params, state)
     rows = spec("batch")
-    body = partial(_decode_local, local=_Local(config, plan, state.batch), taps=routing)
+    local = Local(config, plan, state.batch)
+    if name == "xla":
+        body = partial(_decode_local, local=local, taps=routing)
+    else:
+        body = implementations.planned_step_of(name)(local, params, routing)
     logits, state, seen = jax.shard_map(
         body,
         mesh=plan.mesh,
         in_specs=(specs, states, rows, rows),
         out_specs=(spec("batch", "vocab"), states, rows),
+        # A compiled Pallas kernel updates states in place through refs, which JAX refuses to type by
+        # devices. Interpreted, the same program is checked.
+        check_vma=name != "pallas",
     )(params, state, tokens, active)
     return (logits, state, seen) if routing else (logits, state)
 
@@ -259,7 +298,7 @@ def prefill_chunk(
     specs, states = _specs(config, plan, params, state)
     rows = spec("batch")
     every = logits == "all"
-    body = partial(_prefill_local, local=_Local(config, plan, state.batch), every=every)
+    body = partial(_prefill_local, local=Local(config, plan, state.batch), every=every)
     return jax.shard_map(
         body,
         mesh=plan.mesh,
@@ -277,4 +316,6 @@ def head(params: Any, x: Float[Array, "batch d"], *, plan: MeshPlan) -> Float[Ar
     )(params["lm_head"], x)  # fmt: skip
 
 
-__all__ = ["decode_step", "embed", "head", "prefill_chunk", "row_parallel"]
+__all__ = [
+    "Local", "decode_step", "embed", "head", "own_latent", "prefill_chunk", "row_parallel", "whole_latent",
+]  # fmt: skip

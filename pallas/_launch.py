@@ -22,10 +22,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+
+# Interpreting a kernel imports it, and its import adds a setting to the key of all of jax's caches: what
+# had been traced and compiled until then would be once more.
+import jax.experimental.pallas.fuser
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ._apart import as_varying, axes_of, run_apart, under_mesh
 
 Interpret = bool | plgpu.InterpretGPUParams
 """False compiles for the GPU; True interprets on the CPU; parameters interpret with race detection."""
@@ -51,6 +57,7 @@ def launch(
     interpret: Interpret = False,
     name: str | None = None,
     compiler_params: plgpu.CompilerParams | None = None,
+    out_axes: Sequence[frozenset[Any]] | None = None,
 ) -> Any:
     """Run ``body(*inputs, *outputs, *scratch)`` on every CTA; refs of inputs and outputs are in GMEM.
 
@@ -60,6 +67,9 @@ def launch(
         scratch_types: shared memory and barriers of a CTA; a mapping is passed by keyword.
         ctas: thread blocks, at most one wave.
         warpgroups: Pallas threads per block.
+        out_axes: under ``jax.shard_map``, the mesh axes over which each result differs from device to
+            device; None is those of all inputs together. Results that do not differ must be equal bit
+            for bit.
     """
     kernel = plgpu.kernel(
         body,
@@ -73,7 +83,11 @@ def launch(
         compiler_params=compiler_params,
         kernel_name=name,
     )
-    return kernel(*inputs)
+    out = run_apart(kernel, inputs, out_type) if interpret and under_mesh() else kernel(*inputs)
+    # Pallas knows no mesh: of its results' types JAX believes that no device has others.
+    leaves, tree = jax.tree.flatten(out)
+    axes = out_axes or [frozenset[Any]().union(*map(axes_of, inputs))] * len(leaves)
+    return jax.tree.unflatten(tree, [as_varying(x, a) for x, a in zip(leaves, axes, strict=True)])
 
 
 def per_warpgroup(count: int, do: Callable[[int], None]) -> None:

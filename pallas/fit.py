@@ -1,4 +1,4 @@
-"""What the Pallas path takes: every reason against a model, a batch or a device at once."""
+"""What the Pallas path takes: every reason against a model, a batch, a device or a plan at once."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from ..config import K3Config
+from ..dispatch import ragged_faults
+from ..mesh.layout import device_params
+from ..mesh.plan import MeshPlan
 from ..nnx_model import abstract_params
 from ..quant import MXFP4
 from . import attn_res, experts, head, kda, mla, router, skinny_gemm
@@ -26,48 +29,73 @@ def supports(
     *,
     interpret: bool = False,
     params: Mapping[str, Any] | None = None,
+    plan: MeshPlan | None = None,
 ) -> tuple[str, ...]:
     """Why the Pallas path cannot run a decode step; () if it can.
 
     Args:
         config: the architecture.
-        device: a jax device, None is the default one; not looked at with ``interpret``.
-        batch: rows of the step.
+        device: a jax device, None is the default one, or those of a plan that names some; not looked at
+            with ``interpret``.
+        batch: rows of the step, over all devices.
         dtype: compute dtype of the model.
         interpret: whether the kernels are to run in the interpreter.
         params: a parameter tree, looked at for dtype and packed experts; None leaves that out.
+        plan: how the model lies on many devices; None is one device.
     """
     reasons: list[str] = []
+    platform = "cpu"
     if interpret:
-        reasons += interpreter_reasons()
+        reasons += interpreter_reasons(1 if plan is None else plan.num_devices)
     else:
-        reasons += device_reasons(default_device() if device is None else device)
+        named = () if plan is None or plan.devices is None else plan.devices
+        devices = [device] if device is not None else named or [default_device()]
+        platform = devices[0].platform
+        reasons += dict.fromkeys(reason for d in devices for reason in device_reasons(d))
     if params is not None:
         dtype = params["embed_tokens"].dtype
         reasons += _float_experts(params)
-    reasons += batch_reasons(batch)
+    reasons += batch_reasons(batch) if plan is None else _plan_reasons(config, plan, batch, platform)
     if jnp.dtype(dtype) != jnp.bfloat16:
         reasons.append(f"dtype: expected bfloat16 parameters (the release's), got {jnp.dtype(dtype)}")
-    return (*reasons, *_shape_reasons(config))
+    if plan is not None and plan.faults(config):
+        return tuple(reasons)  # no shapes to look at
+    return (*reasons, *_shape_reasons(config, plan))
+
+
+def _plan_reasons(config: K3Config, plan: MeshPlan, batch: int, platform: str) -> Iterator[str]:
+    """Reasons in the plan and in how many rows it gives a device."""
+    yield from (f"mesh: {fault}" for fault in plan.faults(config))
+    if plan.dispatch == "ragged":
+        yield from (f"mesh: {fault}" for fault in ragged_faults(platform, plan.expert_ranks))
+    if plan.split_sequence:
+        yield "mesh: split_sequence: the attention kernels read whole rows of the latent cache"
+    if not 1 <= batch <= ROWS * plan.data:
+        groups = "" if plan.data == 1 else f" ({ROWS} for each of {plan.data} data groups)"
+        yield f"batch: expected 1..{ROWS * plan.data} rows{groups}, got {batch}"
 
 
 INTERPRETER_THREADS = 4
 """XLA's host threads that two interpreted warpgroups need: each may block one, as their callers do."""
 
 
-def interpreter_reasons() -> tuple[str, ...]:
+def interpreter_reasons(devices: int = 1) -> tuple[str, ...]:
     """Why the interpreter would hang here: XLA's pool has a thread per core, and may be too small.
 
     A pool's size cannot be asked for; this is XLA's own rule, and fixed when jax first computes.
+
+    Args:
+        devices: of a mesh; all but the one that interprets wait, each on a thread.
     """
     given = os.environ.get("NPROC", "")
     threads = int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
     threads = max(threads, len(jax.local_devices(backend="cpu")))
-    if threads >= INTERPRETER_THREADS:
+    needed = INTERPRETER_THREADS + min(devices, len(jax.local_devices(backend="cpu"))) - 1
+    if threads >= needed:
         return ()
     return (
-        f"interpreter: expected at least {INTERPRETER_THREADS} host threads, XLA has {threads}; "
-        "set the environment variable NPROC=8 before jax starts",
+        f"interpreter: expected at least {needed} host threads, XLA has {threads}; "
+        f"set the environment variable NPROC={max(8, needed)} before jax starts",
     )
 
 
@@ -103,9 +131,10 @@ def _float_experts(params: Mapping[str, Any]) -> list[str]:
 
 
 @functools.lru_cache(maxsize=32)
-def _shape_reasons(config: K3Config) -> tuple[str, ...]:
-    """Reasons in the architecture alone: each layer kind once, at one row in bfloat16."""
-    params = abstract_params(config)
+def _shape_reasons(config: K3Config, plan: MeshPlan | None) -> tuple[str, ...]:
+    """Reasons in the shapes that a device holds: each layer kind once, at one row in bfloat16."""
+    params = abstract_params(config) if plan is None else device_params(config, plan)
+    heads = config if plan is None else plan.local_config(config)
     found: dict[str, None] = {}  # in order, each once
     seen: set[tuple[str, bool]] = set()
     for i, layer in enumerate(params["layers"]):
@@ -113,7 +142,7 @@ def _shape_reasons(config: K3Config) -> tuple[str, ...]:
         if kind in seen:
             continue
         seen.add(kind)
-        attention = _kda(layer["self_attn"], config) if kind[0] == "kda" else _mla(layer["self_attn"], config)
+        attention = (_kda if kind[0] == "kda" else _mla)(layer["self_attn"], heads)
         found.update(dict.fromkeys(f"{kind[0]} layer {i}: {reason}" for reason in attention))
         ffn = _moe(layer["block_sparse_moe"], config) if kind[1] else _dense(layer["mlp"])
         name = "LatentMoE" if kind[1] else "dense FFN"
@@ -160,9 +189,9 @@ def _moe(p: Mapping[str, Any], config: K3Config) -> Iterator[str]:
     yield from experts.supports(p["experts"], 1, jnp.bfloat16)
     total = jax.ShapeDtypeStruct((1, ROWS, latent), jnp.float32)
     yield from attn_res.supports(None, [total], [], p["routed_expert_norm"])
-    inputs = [_row(config, latent), _row(config, config.shared_intermediate_size)]
-    outputs = partial_sums(p["routed_expert_up_proj"], p["shared_experts"]["down_proj"])
-    yield from skinny_gemm.supports(inputs, outputs)
+    weights = p["routed_expert_up_proj"], p["shared_experts"]["down_proj"]
+    inputs = [_row(config, weight.shape[1]) for weight in weights]
+    yield from skinny_gemm.supports(inputs, partial_sums(*weights))
 
 
 def _residual(config: K3Config) -> tuple[str, ...]:

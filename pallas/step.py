@@ -12,11 +12,15 @@ Launches (kernels) of a layer, in order; what XLA adds are reshapes, paddings an
 "residual" adds the sublayers before it to the running sum, mixes over depth and norms
 (:mod:`.attn_res`). A step is the layers, one more residual and the head: 7 launches for a KDA layer
 with the dense FFN, 11 for one with a LatentMoE, 15 for an MLA layer with a LatentMoE.
+
+Under a mesh the same launches run on each device's share, with a sum after "o" and after "down", a
+gather of the latent, and the exchange of tokens around the experts, whose two launches are then made
+once per eight rows: see :mod:`.share`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -27,9 +31,9 @@ from ..state import STATUS_BAD_TOKEN, STATUS_FULL, State
 from ._launch import Interpret, require
 from .fit import default_device, supports
 from .head import head
+from .share import WHOLE, Deltas, Whole
 from .sublayers import (
     ROWS,
-    Deltas,
     Rows,
     dense_sublayer,
     kda_sublayer,
@@ -72,12 +76,20 @@ def step(
     config: K3Config,
     *,
     interpret: Interpret = False,
+    share: Whole = WHOLE,
+    tap: Callable[[str, jax.Array], None] | None = None,
 ) -> tuple[jax.Array, State]:
-    """:func:`decode_step` without its checks: also to be lowered for a GPU where there is none."""
+    """:func:`decode_step` without its checks: also to be lowered for a GPU where there is none.
+
+    Args:
+        share: what this device holds; logits are those of its part of the vocabulary.
+        tap: called with ``layers.i.topk_ids`` int32 [B, A] and ``layers.i.topk_w`` float32 [B, A].
+    """
     full = state.lengths >= state.max_length
     bad = (tokens < 0) | (tokens >= config.vocab_size)
     run = live & ~full & ~bad
-    x, layers = hidden_states(params, state, jnp.where(run, tokens, 0), run, config, interpret)
+    tokens = jnp.where(run, tokens, 0)
+    x, layers = hidden_states(params, state, tokens, run, config, interpret, share, tap)
     with jax.named_scope("lm_head"):
         logits = head(x, params["lm_head"], interpret=interpret)[0][: state.batch]
     refused = live & ~run
@@ -95,16 +107,20 @@ def hidden_states(
     run: jax.Array,
     config: K3Config,
     interpret: Interpret = False,
+    share: Whole = WHOLE,
+    tap: Callable[[str, jax.Array], None] | None = None,
 ) -> tuple[jax.Array, tuple[dict[str, jax.Array], ...]]:
     """Final normed hidden states, bfloat16 [8, D], and every layer's new state.
 
     Args:
         tokens: int32 [B], in range.
         run: bool [B].
+        share, tap: as in :func:`step`.
     """
-    eps = config.rms_norm_eps
+    eps, heads = config.rms_norm_eps, share.heads(config)
     rows = Rows(run.astype(jnp.int32), state.lengths)
-    pre: jax.Array | None = params["embed_tokens"][jnp.pad(tokens, (0, ROWS - state.batch))]
+    padded = jnp.pad(tokens, (0, ROWS - state.batch))
+    pre: jax.Array | None = share.embed(params["embed_tokens"], padded)
     deltas: Deltas = []
     snapshots: list[jax.Array] = []
     states = []
@@ -119,16 +135,19 @@ def hidden_states(
                 snapshots = [*snapshots, total]
             pre = None if config.starts_block(i) else total
             attention = kda_sublayer if kind == "kda" else mla_sublayer
-            deltas, after = attention(p["self_attn"], x, dict(before), rows, config, interpret)
-            states.append(after)
+            deltas, after = attention(p["self_attn"], x, share.taken(before), rows, heads, interpret, share)
+            states.append(share.kept(after))
             x, pre = residual(
                 pre, deltas, snapshots, p["mlp_res_norm"], p["mlp_res_proj"],
                 p["post_attention_layernorm"], eps, interpret,
             )  # fmt: skip
             if "mlp" in p:
-                deltas = dense_sublayer(p["mlp"], x, config, interpret)
+                deltas = dense_sublayer(p["mlp"], x, config, interpret, share)
             else:
-                deltas = moe_sublayer(p["block_sparse_moe"], x, rows, config, interpret)
+                deltas, routing = moe_sublayer(p["block_sparse_moe"], x, rows, config, interpret, share)
+                if tap is not None:
+                    tap(f"layers.{i}.topk_ids", routing.ids)
+                    tap(f"layers.{i}.topk_w", routing.weights)
     with jax.named_scope("output"):
         x, _ = residual(
             pre, deltas, snapshots, params["output_attn_res_norm"], params["output_attn_res_proj"],

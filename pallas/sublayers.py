@@ -3,7 +3,8 @@
 Each takes the normed input, bfloat16 [8, D], and returns what is to be added to the running sum as
 a list of float32 partial sums [slots, 8, D]; :func:`attn_res` rounds each sum once and adds them in
 their order, which are the rounding points of :mod:`k3jax.layers`. Rows past the batch are computed
-like any other and have no meaning.
+like any other and have no meaning. A device of a mesh computes with its heads, widths and experts;
+what it exchanges with others stands between launches, in its ``share``, see :mod:`.share`.
 
 All are jitted, so that layers of one kind are traced and lowered once, not once each: Mosaic takes
 a quarter of a second per kernel. Inside another program XLA inlines them.
@@ -21,10 +22,10 @@ import jax.numpy as jnp
 from ..config import K3Config
 from ._launch import Interpret
 from .attn_res import attn_res
-from .experts import experts
 from .kda import kda
 from .mla import mla
-from .router import route
+from .router import Routing, route
+from .share import WHOLE, Deltas, Whole
 from .skinny_gemm import Epilogue, Product, skinny_gemm
 
 ROWS = 8
@@ -32,8 +33,6 @@ ROWS = 8
 
 KDA_INPUTS = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "f_a_proj")
 MLA_INPUTS = ("q_a_proj", "kv_a_proj_with_mqa", "g_proj")
-
-Deltas = list[jax.Array]
 
 
 class Rows(NamedTuple):
@@ -88,7 +87,7 @@ def situ_constants(config: K3Config) -> tuple[float, float]:
     return config.activation_situ_beta, config.activation_situ_linear_beta
 
 
-@partial(jax.jit, static_argnames=("config", "interpret"))
+@partial(jax.jit, static_argnames=("config", "interpret", "share"))
 def kda_sublayer(
     p: Mapping[str, Any],
     x: jax.Array,
@@ -96,6 +95,7 @@ def kda_sublayer(
     rows: Rows,
     config: K3Config,
     interpret: Interpret = False,
+    share: Whole = WHOLE,
 ) -> tuple[Deltas, dict[str, jax.Array]]:
     """KDA as three launches: its six inputs, the recurrence, the output projection.
 
@@ -103,16 +103,18 @@ def kda_sublayer(
         p: the layer's ``self_attn`` parameters.
         x: bfloat16 [8, D].
         state: ``S`` and ``conv`` of B rows.
+        config: with the heads that are here.
+        share: what this device holds.
     """
     q, k, v, gate, beta, low = skinny_gemm([x], rounded(p, KDA_INPUTS), interpret=interpret)
     y, S, conv = kda(
         p, q, k, v, gate, beta, low, state["S"], state["conv"], rows.run, config, interpret=interpret
     )
     deltas = skinny_gemm([y], partial_sums(p["o_proj"]), interpret=interpret)
-    return list(deltas), {"S": S, "conv": conv}
+    return share.total(list(deltas)), {"S": S, "conv": conv}
 
 
-@partial(jax.jit, static_argnames=("config", "interpret"))
+@partial(jax.jit, static_argnames=("config", "interpret", "share"))
 def mla_sublayer(
     p: Mapping[str, Any],
     x: jax.Array,
@@ -120,6 +122,7 @@ def mla_sublayer(
     rows: Rows,
     config: K3Config,
     interpret: Interpret = False,
+    share: Whole = WHOLE,
 ) -> tuple[Deltas, dict[str, jax.Array]]:
     """MLA as seven launches: inputs, query norm, queries, three of attention, the output projection.
 
@@ -127,6 +130,8 @@ def mla_sublayer(
         p: the layer's ``self_attn`` parameters.
         x: bfloat16 [8, D].
         state: ``cache`` of B rows.
+        config: with the heads that are here.
+        share: what this device holds.
     """
     low, kv, gate = skinny_gemm([x], rounded(p, MLA_INPUTS), interpret=interpret)
     # Without deltas and snapshots it is the norm alone.
@@ -134,12 +139,16 @@ def mla_sublayer(
     (q,) = skinny_gemm([low], rounded(p, ["q_b_proj"]), interpret=interpret)
     y, cache = mla(p, q, kv, gate, state["cache"], rows.lengths, rows.run, config, interpret=interpret)
     deltas = skinny_gemm([y], partial_sums(p["o_proj"]), interpret=interpret)
-    return list(deltas), {"cache": cache}
+    return share.total(list(deltas)), {"cache": cache}
 
 
-@partial(jax.jit, static_argnames=("config", "interpret"))
+@partial(jax.jit, static_argnames=("config", "interpret", "share"))
 def dense_sublayer(
-    p: Mapping[str, Any], x: jax.Array, config: K3Config, interpret: Interpret = False
+    p: Mapping[str, Any],
+    x: jax.Array,
+    config: K3Config,
+    interpret: Interpret = False,
+    share: Whole = WHOLE,
 ) -> Deltas:
     """The dense feed-forward network as two launches.
 
@@ -148,13 +157,18 @@ def dense_sublayer(
         x: bfloat16 [8, D].
     """
     (hidden,) = skinny_gemm([x], [gated(p)], situ_constants(config), interpret=interpret)
-    return list(skinny_gemm([hidden], partial_sums(p["down_proj"]), interpret=interpret))
+    return share.total(list(skinny_gemm([hidden], partial_sums(p["down_proj"]), interpret=interpret)))
 
 
-@partial(jax.jit, static_argnames=("config", "interpret"))
+@partial(jax.jit, static_argnames=("config", "interpret", "share"))
 def moe_sublayer(
-    p: Mapping[str, Any], x: jax.Array, rows: Rows, config: K3Config, interpret: Interpret = False
-) -> Deltas:
+    p: Mapping[str, Any],
+    x: jax.Array,
+    rows: Rows,
+    config: K3Config,
+    interpret: Interpret = False,
+    share: Whole = WHOLE,
+) -> tuple[Deltas, Routing]:
     """LatentMoE as six launches: inputs, routing, two of the experts, latent norm, outputs.
 
     Experts of rows that do not run are not read, and their latent sums are zero.
@@ -162,25 +176,24 @@ def moe_sublayer(
     Args:
         p: the layer's ``block_sparse_moe`` parameters.
         x: bfloat16 [8, D].
+        share: what this device holds.
     """
-    logits, latent, shared = skinny_gemm([x], moe_inputs(p), situ_constants(config), interpret=interpret)
+    logits, part, shared = skinny_gemm([x], moe_inputs(p), situ_constants(config), interpret=interpret)
     routing = route(
         logits, p["e_score_correction_bias"], rows.run, config.num_experts_per_token,
         config.moe_renormalize, config.routed_scaling_factor, interpret=interpret,
     )  # fmt: skip
-    total = experts(
-        p["experts"], latent, routing.weights, routing.slots, routing.count, routing.slot_of,
-        config, interpret=interpret,
-    )  # fmt: skip
+    total = share.experts(p, share.whole_latent(part), routing, rows.run != 0, config, interpret)
     total = jnp.pad(total, ((0, ROWS - total.shape[0]), (0, 0)))[None]
     normed, _ = residual(
         None, [total], [], None, None, p["routed_expert_norm"], config.rms_norm_eps, interpret
     )
+    own = share.own_latent(normed, part.shape[-1])
     outputs = partial_sums(p["routed_expert_up_proj"], p["shared_experts"]["down_proj"])
-    return list(skinny_gemm([normed, shared], outputs, interpret=interpret))
+    return share.total(list(skinny_gemm([own, shared], outputs, interpret=interpret))), routing
 
 
 __all__ = [
-    "KDA_INPUTS", "MLA_INPUTS", "ROWS", "Deltas", "Rows", "dense_sublayer", "gated", "kda_sublayer",
+    "KDA_INPUTS", "MLA_INPUTS", "ROWS", "Rows", "dense_sublayer", "gated", "kda_sublayer",
     "mla_sublayer", "moe_inputs", "moe_sublayer", "partial_sums", "residual", "rounded", "situ_constants",
 ]  # fmt: skip

@@ -8,8 +8,8 @@ Three ways with one result: :func:`~k3jax.dispatch.gather.gather` (every rank se
 
 from .choice import Choice, choose
 from .exchange import all_to_all, ragged
-from .gather import gather
+from .gather import Compute, gather
 from .guard import ragged_faults
 from .routing import chosen_slots
 
-__all__ = ["Choice", "all_to_all", "choose", "chosen_slots", "gather", "ragged", "ragged_faults"]
+__all__ = ["Choice", "Compute", "all_to_all", "choose", "chosen_slots", "gather", "ragged", "ragged_faults"]

@@ -6,6 +6,7 @@ the model has experts, and ``placement`` holds the map from experts to slots.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..config import K3Config
 from ..nnx_model import abstract_params, param_axes
 from ..quant import MXFP4
 from .placement import Placement
-from .plan import MeshPlan, spec
+from .plan import EVERY, MeshPlan, spec
 from .transfer import put
 
 MOE = "block_sparse_moe"
@@ -58,6 +59,28 @@ def match_specs(specs: dict[str, Any], params: Mapping[str, Any]) -> dict[str, A
 
 def planned_params(config: K3Config, plan: MeshPlan, dtype: str | None = None) -> dict[str, Any]:
     """The plan's parameter tree as ``jax.ShapeDtypeStruct`` with shardings: nothing is allocated."""
+    return jax.tree.map(
+        lambda leaf, s: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(plan.mesh, s)
+        ),
+        _shapes(config, plan, dtype), param_specs(config),
+    )  # fmt: skip
+
+
+def device_params(config: K3Config, plan: MeshPlan) -> dict[str, Any]:
+    """One device's part of the plan's parameter tree as ``jax.ShapeDtypeStruct``; no device is needed."""
+    extents: dict[Any, int] = dict(zip(EVERY, plan.shape, strict=True))
+
+    def part(leaf: jax.ShapeDtypeStruct, where: PartitionSpec) -> jax.ShapeDtypeStruct:
+        shape = list(leaf.shape)
+        for i, entry in enumerate(where):
+            shape[i] //= math.prod(extents[a] for a in ((entry,) if isinstance(entry, str) else entry or ()))
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+    return jax.tree.map(part, _shapes(config, plan, None), param_specs(config))
+
+
+def _shapes(config: K3Config, plan: MeshPlan, dtype: str | None) -> dict[str, Any]:
     places = plan.placements(config)
     width = table_width(places)
 
@@ -72,13 +95,7 @@ def planned_params(config: K3Config, plan: MeshPlan, dtype: str | None = None) -
         }
         return node | {"experts": resized, "placement": tables}
 
-    shapes = _map_moe(abstract_params(config, dtype), experts)
-    return jax.tree.map(
-        lambda leaf, s: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(plan.mesh, s)
-        ),
-        shapes, param_specs(config),
-    )  # fmt: skip
+    return _map_moe(abstract_params(config, dtype), experts)
 
 
 def table_width(places: tuple[Placement, ...]) -> int:
@@ -130,6 +147,6 @@ def _map_moe(tree: Mapping[str, Any], change: Callable[[dict[str, Any], int], An
 
 
 __all__ = [
-    "arrange", "expert_axes", "match_specs", "param_specs", "placement_leaves", "planned_params",
-    "table_width",
+    "arrange", "device_params", "expert_axes", "match_specs", "param_specs", "placement_leaves",
+    "planned_params", "table_width",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ...layers.linear import einsum
+from .._apart import axes_of
 from .._launch import Interpret, launch, require, sm_count
 from . import configs, kernel
 from .configs import ROWS, SWIZZLED_COLUMNS, TOKENS, Config
@@ -142,6 +143,7 @@ def skinny_gemm(
         ctas=plan.partition.ctas,
         interpret=interpret,
         name="k3_skinny_gemm",
+        out_axes=[axes_of(xs[p.x]).union(*map(axes_of, p.weights)) for p in products],
     )
     true_rows = (product.weights[0].shape[0] for product in products)
     return tuple(out if out.shape[-1] == n else out[..., :n] for out, n in zip(outs, true_rows, strict=True))

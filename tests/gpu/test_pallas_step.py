@@ -126,7 +126,7 @@ def test_full_width_sublayers_equal_float32_on_the_same_input(layer: int, batch:
         moe = p["block_sparse_moe"]
         # Routing is float32 in both: equal ids but at ties, which random scores do not have at 2^-20.
         want = jax.jit(latent_moe, static_argnames="config")(_wide(moe), wide_x, config=config)
-        deltas = moe_sublayer(moe, x, rows, config)
+        deltas, _ = moe_sublayer(moe, x, rows, config)
     else:
         want = jax.jit(dense_ffn, static_argnames="config")(_wide(p["mlp"]), wide_x, config=config)
         deltas = dense_sublayer(p["mlp"], x, config)

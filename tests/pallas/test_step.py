@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +24,7 @@ from k3jax.pallas import step as pallas_step
 from k3jax.pallas.sublayers import Rows, dense_sublayer, kda_sublayer, mla_sublayer, moe_sublayer
 from k3jax.state import STATUS_BAD_TOKEN, STATUS_FULL, abstract_state
 from support.compare import assert_close
-from support.pallas_ops import lower_for_cuda, reset_interpreter, sds
+from support.pallas_ops import launches, lower_for_cuda, reset_interpreter, sds
 from support.tiny_model import assert_bit_equal, assert_row_bit_equal
 
 SUBLAYER = 1e-2
@@ -133,7 +131,7 @@ def test_the_dense_network_equals_the_layer_on_the_same_input() -> None:
 def test_the_latent_moe_equals_the_layer_on_the_same_input() -> None:
     x, _, _, rows = sublayer_inputs()
     p, config = nano().params["layers"][1]["block_sparse_moe"], nano().config
-    deltas = jax.jit(lambda: moe_sublayer(p, x, rows, config, True))()
+    deltas, _ = jax.jit(lambda: moe_sublayer(p, x, rows, config, True))()
     want = jax.jit(lambda: latent_moe(p, x[:BATCH], config))()
     assert_close("LatentMoE", added(deltas), np.asarray(want)[:1], SUBLAYER, SUBLAYER_WHY)
 
@@ -269,26 +267,3 @@ def test_the_full_width_step_lowers_for_cuda_with_the_launches_it_lists(batch: i
     )
     assert launches(text) == KERNELS
     assert "dot_general" not in text, "a product was left to XLA"
-
-
-def launches(text: str) -> dict[str, int]:
-    """Kernels of a lowered program by name, each as often as the functions it is in are called.
-
-    Mosaic writes a kernel's name into the module of its custom call.
-    """
-    body: list[str] = []
-    bodies: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        if head := re.match(r"\s*func\.func (?:public|private) @(\w+)\(", line):
-            bodies[head[1]] = body = []
-        body.append(line)
-
-    def total(name: str) -> collections.Counter[str]:
-        found: collections.Counter[str] = collections.Counter()
-        for line in bodies[name]:
-            found.update(re.findall(r"\\00(?!stable)(\w+)_mosaic_gpu\\00", line))
-            if called := re.match(r"\s*(?:%\S+ = )?(?:func\.)?call @(\w+)\(", line):
-                found += total(called[1])
-        return found
-
-    return dict(total("main"))

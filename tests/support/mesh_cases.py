@@ -143,8 +143,9 @@ def _busiest(place: Any, ids: np.ndarray) -> float:
 
 
 def count_pairs(
-    plan: Any, kind: str, ids: np.ndarray, live: np.ndarray, num_experts: int, capacity: int = 1
-) -> tuple[np.ndarray, np.ndarray]:
+    plan: Any, kind: str, ids: np.ndarray, live: np.ndarray, num_experts: int, capacity: int = 1,
+    seen_as: Any = None,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """What a dispatch computes with experts that sign their work: (got, want), float32 [rows, E].
 
     Expert e gives ``weight * (row number + 1)`` in column e and 0 elsewhere, so a pair that is lost,
@@ -153,6 +154,7 @@ def count_pairs(
     Args:
         ids: int32 [rows, A], rows a multiple of ``plan.data``.
         live: bool [rows].
+        seen_as: what the experts' implementation makes of a rank's choices, int32 [R, A] -> [R, A].
     """
     import jax
     import jax.numpy as jnp
@@ -176,6 +178,7 @@ def count_pairs(
         latent = jax.lax.pcast(latent, ("tensor", "inner"), to="varying")
 
         def compute(x: Any, expert: Any, weights: Any) -> Any:
+            expert = expert if seen_as is None else seen_as(expert)
             mine = expert >= 0
             column = owner[jnp.where(mine, expert + rank * per, 0)]
             signed = jax.nn.one_hot(column, num_experts) * jnp.where(mine, weights, 0.0)[..., None]

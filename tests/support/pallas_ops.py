@@ -7,7 +7,9 @@ decode megakernel's stages of the same op in its own interpreter, the kernel on 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -137,3 +139,31 @@ def lower_for_cuda(function: Callable[..., Any], *shapes: Any) -> str:
 
 def sds(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def launches(text: str) -> dict[str, int]:
+    """Kernels of a lowered program by name, each as often as the functions it is in are called.
+
+    Mosaic writes a kernel's name into the module of its custom call.
+    """
+    return occurrences(text, r"\\00(?!stable)(\w+)_mosaic_gpu\\00")
+
+
+def occurrences(text: str, pattern: str) -> dict[str, int]:
+    """What ``pattern`` captures in a lowered program, each as often as the functions it is in are called."""
+    body: list[str] = []
+    bodies: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if head := re.match(r"\s*func\.func (?:public|private) @(\w+)\(", line):
+            bodies[head[1]] = body = []
+        body.append(line)
+
+    def total(name: str) -> collections.Counter[str]:
+        found: collections.Counter[str] = collections.Counter()
+        for line in bodies[name]:
+            found.update(re.findall(pattern, line))
+            if called := re.match(r"\s*(?:%\S+ = )?(?:func\.)?call @(\w+)\(", line):
+                found += total(called[1])
+        return found
+
+    return dict(total("main"))
