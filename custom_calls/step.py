@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 from jax.custom_batching import custom_vmap
 
 from k3jax.config import K3Config
@@ -104,7 +105,7 @@ def with_kernel(state: State, config: K3Config, target: Target | None = None, tr
     plan = plan_for(config, state.batch, target_of()[1] if target is None else target)
     kernel = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in kernel_shapes(plan, trace).items()}
     lengths = state.lengths
-    if isinstance(lengths, jax.Array) and not isinstance(lengths, jax.core.Tracer) and lengths.committed:
+    if isinstance(lengths, jax.Array) and not isinstance(lengths, core.Tracer) and lengths.committed:
         # Where the others are, for good: else the step after the first would be another program.
         kernel = jax.device_put(kernel, lengths.sharding)
     return dataclasses.replace(state, kernel=kernel)
