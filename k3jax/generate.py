@@ -159,8 +159,9 @@ def _decode_and_pick(
     """The compiled step: every value that changes from step to step or call to call is an array."""
     if plan is not None:
         logits, state = sharded_step.decode_step(
-            params, state, pick.feed, pick.active, config=config, plan=plan
-        )
+            params, state, pick.feed, pick.active,
+            config=config, plan=plan, implementation=implementation,
+        )  # fmt: skip
     else:
         logits, state = _model.decode_step(
             params, state, pick.feed, pick.active,

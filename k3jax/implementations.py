@@ -43,6 +43,7 @@ def choose(
     batch: int = 1,
     params: Mapping[str, Any] | None = None,
     device: Any = None,
+    plan: Any = None,
 ) -> str:
     """The implementation for a batch of a model on a device.
 
@@ -53,6 +54,7 @@ def choose(
     Args:
         params: a parameter tree, looked at for dtype and packed weights; None leaves that out.
         device: a jax device; None is the default one.
+        plan: a :class:`k3jax.mesh.MeshPlan` that the model lies on; with it, not "auto".
 
     Raises:
         ValueError: an unknown name.
@@ -69,11 +71,23 @@ def choose(
             _log.info("decode steps run as 'xla', not as 'megakernel': %s", reason)
         return "xla"
     name = resolve(implementation)
-    if name in ("xla", "megakernel-interpret"):
+    if name == "xla" or (name == "megakernel-interpret" and plan is None):
         return name
-    if reasons := support.supports(config, device, batch, implementation=name, params=params):
+    if reasons := support.supports(config, device, batch, implementation=name, params=params, plan=plan):
         raise not_here(name, reasons)
     return name
+
+
+def choose_on(implementation: str, config: K3Config, mesh: Any) -> None:
+    """Raise unless the megakernel can run over a :class:`k3jax.mesh.MeshPlan`; other names and meshes pass.
+
+    Raises:
+        NotImplementedError: every reason.
+    """
+    from .mesh import MeshPlan
+
+    if isinstance(mesh, MeshPlan) and implementation.startswith("megakernel"):
+        choose(implementation, config, plan=mesh)
 
 
 def of_step(implementation: str, config: K3Config, state: State, params: Mapping[str, Any]) -> str:
@@ -107,7 +121,10 @@ def step_inputs(model: Any, batch: int) -> tuple[Mapping[str, Any], str]:
     """Parameters and implementation of a decode step of ``batch`` rows of a :class:`k3jax.Model`."""
     name: str = model.implementation
     if name != "megakernel":
-        return model.params, name
+        packed = model.mesh is not None and "megakernel" in model.params
+        return (
+            {n: x for n, x in model.params.items() if n != "megakernel"} if packed else model.params
+        ), name
     from .custom_calls.step import MAX_BATCH, operands_only
 
     if batch > MAX_BATCH and model.auto:
@@ -123,4 +140,14 @@ def not_here(implementation: str, reasons: Sequence[str]) -> NotImplementedError
     )
 
 
-__all__ = ["AVAILABLE", "KNOWN", "choose", "decode_step_of", "not_here", "of_step", "resolve", "step_inputs"]
+__all__ = [
+    "AVAILABLE",
+    "KNOWN",
+    "choose",
+    "choose_on",
+    "decode_step_of",
+    "not_here",
+    "of_step",
+    "resolve",
+    "step_inputs",
+]

@@ -206,6 +206,7 @@ def decode_step(
     config: K3Config,
     plan: MeshPlan,
     routing: bool = False,
+    implementation: str = "xla",
 ) -> Any:
     """As :func:`k3jax.model.decode_step`, over the plan's devices.
 
@@ -215,6 +216,7 @@ def decode_step(
         tokens: int32 [B].
         active: bool [B]; padding rows are not active.
         routing: also return ``{"layers.i.topk_ids": [B, A], "layers.i.topk_w": [B, A], ...}``.
+        implementation: "xla", or "megakernel(-interpret)", see :mod:`k3jax.custom_calls.planned_step`.
 
     Returns:
         float32 logits [B, W], cut by rows and vocabulary, the new state, and routing if asked for.
@@ -222,6 +224,13 @@ def decode_step(
     Raises:
         ValueError: params or state of another plan; NotImplementedError: the dispatch.
     """
+    if implementation.startswith("megakernel"):
+        from .custom_calls import planned_step  # it knows the kernel's modules; only where it is asked
+
+        return planned_step.decode_step(
+            params, state, tokens, active,
+            config=config, plan=plan, implementation=implementation, routing=routing,
+        )  # fmt: skip
     plan.check(config)
     check_planned(config, plan, state, params["embed_tokens"].dtype)
     plan.check_devices()
