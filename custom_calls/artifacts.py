@@ -71,6 +71,8 @@ class Key:
             "config": config,
             "batch": p.batch,
             "ways": p.ways,
+            "expert_ways": p.expert_ways,
+            "peers": p.peers,
             "target": {"sms": p.target.sms, "shared": p.target.shared_bytes, "registers": p.target.registers},
             "arch": self.arch,
             "entry": self.entry,
@@ -84,7 +86,9 @@ class Key:
     def file_name(self) -> str:
         digest = hashlib.sha256(json.dumps(self.fields(), sort_keys=True).encode()).hexdigest()
         p = self.plan
-        return f"{self.arch}-{p.sms}sm-batch{p.batch}-ways{p.ways}-{digest[:20]}.k3kernel"
+        spread = f"-experts{p.expert_ways}" if p.expert_ways > 1 else ""
+        spread += "-peers" if p.peers else ""
+        return f"{self.arch}-{p.sms}sm-batch{p.batch}-ways{p.ways}{spread}-{digest[:20]}.k3kernel"
 
 
 @functools.cache

@@ -75,7 +75,8 @@ def obtain(key: Key) -> Artifact:
         raise ArtifactError(
             f"no compiled kernel {key.file_name} in {cache_folder()} or the folders added; {problem}. "
             f"Compile it elsewhere: k3jax compile ... --target {key.arch} --batch {key.plan.batch} "
-            f"--ways {key.plan.ways} --sms {key.plan.sms} --out DIR"
+            f"--ways {key.plan.ways} --expert-width {key.plan.expert_width} --sms {key.plan.sms} "
+            f"{'--peers ' if key.plan.peers else ''}--out DIR"
         )
     _log.info("compiling %s", key.file_name)
     return compile_artifact(key, path.parent if path is not None else cache_folder())

@@ -85,16 +85,22 @@ def with_packed(
 
 
 def packing_problems(params: Mapping[str, Any]) -> list[str]:
-    """Why a parameter tree cannot be packed; empty if it can."""
+    """Why a parameter tree cannot be packed for one device; empty if it can."""
+    found = kind_problems(params)
+    devices = _devices(params)
+    if len(devices) > 1:
+        found.append(f"params: the megakernel runs on one device, got parameters on {len(devices)}")
+    return found
+
+
+def kind_problems(params: Mapping[str, Any]) -> list[str]:
+    """Why weights are not of the kinds that the kernel reads; empty if they are."""
     found = []
     if params["embed_tokens"].dtype != jnp.bfloat16:
         found.append(f"dtype: the megakernel computes in bfloat16, got {params['embed_tokens'].dtype}")
     moe = [layer["block_sparse_moe"] for layer in params["layers"] if "block_sparse_moe" in layer]
     if not all(isinstance(layer["experts"][name], MXFP4) for layer in moe for name in _MATRICES):
         found.append("experts: the megakernel reads MXFP4 experts, got floats")
-    devices = _devices(params)
-    if len(devices) > 1:
-        found.append(f"params: the megakernel runs on one device, got parameters on {len(devices)}")
     return found
 
 
@@ -123,7 +129,7 @@ def _matrices(params: Mapping[str, Any], plan: Plan, name: str, shape: tuple[int
     stack = jnp.zeros(shape, jnp.bfloat16, device=_device(source))
     layers = [None] if name == "lm_head" else layers_with(plan, name)
     for place, layer in enumerate(layers):
-        leaf = params["lm_head"] if layer is None else _dense(params["layers"][layer])
+        leaf = params["lm_head"] if layer is None else dense_of_layer(params["layers"][layer])
         try:
             stack = _put(stack, leaf, jnp.int32(place), plan=plan, name=name)
         except TypeError as error:
@@ -138,7 +144,7 @@ def _device(leaf: Any) -> Any:
     return leaf.sharding if concrete else None
 
 
-def _dense(layer: Mapping[str, Any]) -> dict[str, Any]:
+def dense_of_layer(layer: Mapping[str, Any]) -> dict[str, Any]:
     """A layer without its experts: they are not packed, and need not be looked at."""
     if "block_sparse_moe" not in layer:
         return dict(layer)
@@ -149,7 +155,7 @@ def _dense(layer: Mapping[str, Any]) -> dict[str, Any]:
 def _vectors(params: Mapping[str, Any], plan: Plan, name: str, shape: tuple[int, ...]) -> jax.Array:
     by_sublayer = name in ("gain", "direction")
     every = list(range(shape[0])) if by_sublayer else layers_with(plan, name)
-    dense = {**params, "layers": [_dense(layer) for layer in params["layers"]]}
+    dense = {**params, "layers": [dense_of_layer(layer) for layer in params["layers"]]}
     dense.pop(PACKED, None)
 
     @jax.jit
@@ -292,6 +298,8 @@ __all__ = [
     "MOST_SCALE",
     "PACKED",
     "check_scales",
+    "dense_of_layer",
+    "kind_problems",
     "load_packed",
     "pack",
     "packing_problems",

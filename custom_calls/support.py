@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 
 from k3jax.config import K3Config
 from k3jax.implementations import KNOWN
-from k3jax.mesh import MeshPlan
+from k3jax.mesh.plan import MeshPlan
 
 from . import ffi
 from .artifacts import ArtifactError, Key, find, load
@@ -44,27 +43,31 @@ def supports(
         batch: rows of the step, over all devices.
         implementation: one of the names of :mod:`k3jax.implementations` but "auto".
         dtype: compute dtype of the model.
-        ways: tensor-parallel ranks that share the model.
+        ways: tensor-parallel ranks that share the model, each expert's width cut by all; a rank runs on
+            the device.
         params: a parameter tree; None leaves out what depends on it (its dtype, packed weights, MXFP4).
-        plan: how the model lies on many devices; None is one device, or ``ways`` of them.
+        plan: a mesh that the model lies on, in place of ``device`` and ``ways``; None is one device, or
+            for "pallas" ``ways`` of them.
 
     Raises:
-        ValueError: an unknown implementation.
+        ValueError: an unknown implementation; both ``ways`` and ``plan``.
     """
     if implementation == "auto" or implementation not in KNOWN:
         names = ", ".join(name for name in KNOWN if name != "auto")
         raise ValueError(f"implementation: expected one of {names}, got {implementation!r}")
+    if plan is not None and ways != 1:
+        raise ValueError(f"ways: expected 1 beside a plan, which has its own, got {ways}")
+    if implementation.startswith("megakernel") and plan is not None:
+        return tuple(_planned(config, plan, batch, implementation, dtype, params))
+    if implementation == "megakernel":
+        return tuple(_megakernel(config, _device(device), batch, dtype, ways, params))
+    if implementation == "megakernel-interpret":
+        return tuple(_plan(config, batch, Target(), ways)[1])
     if implementation.startswith("pallas"):
         if plan is None and ways != 1:
             plan = MeshPlan(data=1, tensor=ways)
         return tuple(_pallas(config, device, batch, implementation, dtype, params, plan))
-    reasons = () if plan is None else tuple(f"mesh: {fault}" for fault in plan.faults(config))
-    if implementation == "megakernel":
-        own = _megakernel(config, _device(device), batch, dtype, ways, params)
-        return (*reasons, *_one_device(plan), *own)
-    if implementation == "megakernel-interpret":
-        return (*reasons, *_one_device(plan), *_plan(config, batch, Target(), ways)[1])
-    return reasons
+    return () if plan is None else tuple(f"mesh: {fault}" for fault in plan.faults(config))
 
 
 def first_reason(
@@ -74,14 +77,10 @@ def first_reason(
     params: Mapping[str, Any] | None,
     plan: MeshPlan | None = None,
 ) -> str | None:
-    """The first of the reasons of :func:`supports` against the megakernel, or None; looks no further."""
-    own = _megakernel(config, _device(device), batch, jnp.bfloat16, 1, params)
-    return next(itertools.chain(_one_device(plan), own), None)
-
-
-def _one_device(plan: MeshPlan | None) -> Iterator[str]:
+    """Why "auto" is not the megakernel: the first of the reasons of :func:`supports`, or None."""
     if plan is not None:
-        yield f"mesh: the megakernel runs on one device without a plan, got one of {plan.num_devices}"
+        return f"mesh: over a plan only by its name, got a plan of {plan.num_devices} devices"
+    return next(_megakernel(config, _device(device), batch, jnp.bfloat16, 1, params), None)
 
 
 def _device(device: Any) -> Any:
@@ -111,21 +110,53 @@ def _megakernel(
     yield from reasons
     plan, reasons = _plan(config, batch, target, ways)
     yield from reasons
-    if ways != 1 and plan is not None:
-        yield f"ways: the step of a share ({ways} ways) needs exchanges that this version has not"
     if params is None and jnp.dtype(dtype) != jnp.bfloat16:
         yield f"dtype: the megakernel computes in bfloat16, got {jnp.dtype(dtype)}"
     if params is not None:
         yield from packing_problems(params)
         if PACKED not in params:
             yield f"params[{PACKED!r}]: the weights are not packed; call Model.pack()"
+    yield from _runtime()
+    if plan is not None:
+        yield from plan_reasons(plan)
+        yield from _compiled(plan, arch, device)
+
+
+def _runtime() -> Iterator[str]:
     try:
         ffi.runtime_library()
     except FileNotFoundError as error:
         yield str(error)
-    if plan is not None:
-        yield from plan_reasons(plan)
-        yield from _compiled(plan, arch, device)
+
+
+def _planned(
+    config: K3Config, plan: MeshPlan, batch: int, implementation: str, dtype: Any, params: Any
+) -> Iterator[str]:
+    """Reasons against the megakernel over a mesh."""
+    from .planned import plan_of_share, planned_problems, target_of_plan
+
+    try:
+        devices = list(plan.mesh.devices.flat)
+    except ValueError as error:  # fewer devices than the plan needs
+        yield str(error)
+        devices = []
+    yield from planned_problems(config, plan, batch, params, implementation)
+    if implementation != "megakernel":
+        return
+    if others := sorted({d.platform for d in devices} - {"gpu", "cuda"}):
+        yield f"device: expected NVIDIA GPUs, got {', '.join(others)}"
+    if params is None and jnp.dtype(dtype) != jnp.bfloat16:
+        yield f"dtype: the megakernel computes in bfloat16, got {jnp.dtype(dtype)}"
+    yield from _runtime()
+    try:
+        arch, target = target_of_plan(plan) if devices else ("sm_90a", Target())
+        share = plan_of_share(config, plan, batch, target)
+    except NotImplementedError as error:
+        yield str(error)
+    except ValueError:
+        pass  # planned_problems says it
+    else:
+        yield from _compiled(share, arch, devices[0] if devices else None)
 
 
 def _target(device: Any) -> tuple[str, Target, list[str]]:

@@ -7,7 +7,7 @@ import functools
 
 import numpy as np
 
-from .decode_megakernel.kernel.tables import kernel_tables
+from .decode_megakernel.kernel.tables import kernel_tables, peer_tables, segment_tables
 from .decode_megakernel.schedule import Schedule, build
 from .decode_megakernel.shapes import Plan
 
@@ -18,7 +18,8 @@ class LaunchTables:
 
     Attributes:
         schedule: the list itself.
-        records: int32 [n, 32]; program: int32 [total]; starts: int32 [SMs + 1].
+        records: int32 [n, 32]; program: int32 [total]; starts: int32 [SMs + 1], of a share
+            in segments [segments, SMs + 1].
         counters: hand-off counters, which the workspace holds.
     """
 
@@ -33,7 +34,10 @@ class LaunchTables:
 def launch_tables(plan: Plan) -> LaunchTables:
     """The tables of a plan: the same numbers in every process."""
     schedule = build(plan)
-    tables = kernel_tables(schedule)
+    if plan.peers:
+        tables = peer_tables(schedule)
+    else:
+        tables = kernel_tables(schedule) if plan.ways == 1 else segment_tables(schedule)
     return LaunchTables(schedule, tables.records, tables.program, tables.starts, schedule.counters)
 
 

@@ -6,6 +6,7 @@ are given usable. The pure functions behind them are in :mod:`k3jax.model`.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 
 from . import axes, model, sharded_step
 from .config import K3Config
-from .implementations import choose, resolve_on, step_inputs
+from .implementations import choose, choose_on, resolve, step_inputs
 from .layer_scan import prefer_scan
 from .mesh import MeshPlan, planned_state
 from .mesh.states import fit_rows
@@ -101,21 +102,28 @@ class Model:
         self.tokenizer = tokenizer
         self.mesh = mesh
         self.plan = mesh if isinstance(mesh, MeshPlan) else None
-        self.implementation = resolve_on(implementation, self.plan)
+        self.implementation = resolve(implementation)
         if self.plan is not None:
             _check_planned_params(params, config, self.plan)
         self.scan_layers = self.plan is None and prefer_scan(config)
         self.auto = implementation == "auto" and mesh is None
-        if implementation == "auto" and not isinstance(mesh, Mesh):
-            self.implementation = choose("auto", config, 1, params, plan=self.plan)
-        elif self.implementation == "megakernel":
-            choose("megakernel", config)  # before anything is packed
+        if implementation == "auto":
+            if not isinstance(mesh, Mesh):
+                self.implementation = choose("auto", config, 1, params, plan=self.plan)
+            return
+        # What cannot run is refused before anything is packed.
+        if self.plan is not None or self.implementation != "xla":
+            choose(self.implementation, config, 1, self._looked_at(), plan=self.plan)
+        if self.implementation == "megakernel":
             self.pack()
         elif self.implementation.startswith("pallas"):
             from .pallas.fit import check_scales  # it needs Pallas' GPU half; only where it is asked
 
-            choose(self.implementation, config, 1, params, plan=self.plan)
             check_scales(params)
+
+    def _looked_at(self) -> Params | None:
+        """The parameters that an implementation is asked about: not before the megakernel's are packed."""
+        return None if self.implementation.startswith("megakernel") else self.params
 
     def __repr__(self) -> str:
         c = self.config
@@ -139,17 +147,33 @@ class Model:
             folder: keep them there: read if it holds this model's packed weights, else written.
 
         Raises:
-            NotImplementedError: float32 parameters, float experts, several devices.
+            NotImplementedError: float32 parameters, float experts, several devices without a plan, a
+                folder under a plan.
             ValueError: expert scales that the kernel does not decode exactly.
         """
+        if self.plan is not None:
+            from .custom_calls import planned
+
+            if folder is not None:
+                raise NotImplementedError("folder: packed weights of a plan are made anew, not kept in files")
+            self.params = planned.with_packed(self._plain_params(), self.config, self.plan)
+            return
         from .custom_calls.pack import with_packed
 
         self.params = with_packed(self.params, self.config, folder)
         if self.auto:
             self.implementation = choose("auto", self.config, 1, self.params)
 
+    def _plain_params(self) -> Params:
+        """``params`` without packed weights: what a plan's other steps take."""
+        return {name: leaf for name, leaf in self.params.items() if name != "megakernel"}
+
     def _with_kernel(self, state: State) -> State:
         """``state`` with what the megakernel keeps between steps, if its steps are to run so."""
+        if self.plan is not None and self.implementation.startswith("megakernel"):
+            from .custom_calls import planned
+
+            return planned.ready(state, self.config, self.plan, self.implementation)
         if state.kernel is not None or step_inputs(self, state.batch)[1] != "megakernel":
             return state
         from .custom_calls.step import with_kernel
@@ -166,7 +190,7 @@ class Model:
             raise ValueError(f"batch: expected at least 1, got {batch}")
         limit = check_max_length(self.config, max_length)
         if self.plan is not None:
-            return planned_state(self.config, self.plan, batch, limit, self.dtype)
+            return self._with_kernel(planned_state(self.config, self.plan, batch, limit, self.dtype))
         shardings = None
         if isinstance(self.mesh, Mesh):
             shapes = abstract_state(self.config, batch, limit, self.dtype)
@@ -267,9 +291,12 @@ class Model:
 
     def _pass(self, state: State, last: Any, piece: np.ndarray, real: np.ndarray, every: LogitsMode) -> Any:
         if self.plan is not None:
-            return _planned_chunk(
-                self.params, state, last, piece, real, config=self.config, plan=self.plan, logits=every
-            )
+            bare = dataclasses.replace(state, kernel=None)
+            out, last, new = _planned_chunk(
+                self._plain_params(), bare, last, piece, real,
+                config=self.config, plan=self.plan, logits=every,
+            )  # fmt: skip
+            return out, last, dataclasses.replace(new, kernel=state.kernel)
         return _chunk(
             self.params, state, last, piece, real,
             config=self.config, logits=every, scan_layers=self.scan_layers,
@@ -304,9 +331,10 @@ class Model:
         ids = np.where(live, ids, 0).astype(np.int32)
         if self.plan is not None:
             ids, live = _padded(state.batch, ids, live)
+            params, implementation = step_inputs(self, state.batch)
             logits, state = _planned_decode(
-                self.params, state, ids, live,
-                config=self.config, plan=self.plan, implementation=self.implementation,
+                params, self._with_kernel(state), ids, live,
+                config=self.config, plan=self.plan, implementation=implementation,
             )  # fmt: skip
             return logits[:batch], state
         params, implementation = step_inputs(self, state.batch)
@@ -368,8 +396,9 @@ def load(
 
     check_dtype(dtype)
     mesh = _accepted(mesh)
-    resolve_on(implementation, mesh if isinstance(mesh, MeshPlan) else None)
+    resolve(implementation)
     path = checkpoints.resolve(path_or_name)
+    choose_on(implementation, K3Config.from_pretrained(path), mesh)  # before any weight is read
     params, config = checkpoints.load(path, dtype=dtype, mesh=mesh, progress=progress)
     tokenizer = load_tokenizer(path, config)
     return Model(params, config, tokenizer, mesh=mesh, implementation=implementation)
@@ -393,7 +422,7 @@ def random_model(
 
     check_dtype(dtype)
     mesh = _accepted(mesh)
-    resolve_on(implementation, mesh if isinstance(mesh, MeshPlan) else None)
+    choose_on(implementation, config, mesh)
     if isinstance(mesh, MeshPlan):
         params = random_planned(config, mesh, seed, dtype)
     else:

@@ -56,6 +56,7 @@ def _generate(
     cuda_runtime: str | None = None,
     devices: int | None = None,
     tensor: int | None = None,
+    expert_width: int = 1,
     dispatch: _Dispatch = "auto",
     coordinator: str | None = None,
     num_processes: int | None = None,
@@ -80,6 +81,7 @@ def _generate(
         cuda_runtime: path of libcute_dsl_runtime.so; default K3JAX_CUDA_RUNTIME or an installed one.
         devices: lay the model over this many devices; by default one, or all of a group of processes.
         tensor: ways of tensor parallelism over them; by default the most that fits, at most 8.
+        expert_width: ways that each expert's width is cut, a divisor of tensor.
         dispatch: how tokens reach their experts on other devices; auto chooses by batch.
         coordinator: HOST:PORT of process 0 of a group that generates together.
         num_processes: processes of the group.
@@ -97,7 +99,9 @@ def _generate(
     _check_length(path, prompt, max_new_tokens)
     _find_kernels(kernels, cuda_runtime)
     with processes(coordinator, num_processes, process_id, heartbeat) as speaks:
-        plan = _plan(path, devices, tensor, dispatch, in_group=coordinator is not None, speaks=speaks)
+        plan = _plan(
+            path, devices, tensor, expert_width, dispatch, in_group=coordinator is not None, speaks=speaks
+        )
         _check_implementation(path, implementation, plan)
         _load_and_print(path, prompt, max_new_tokens, sampling, seed, implementation, dtype, plan, speaks)
 
@@ -122,12 +126,13 @@ def _load_and_print(
 
 
 def _plan(
-    path: str, devices: int | None, tensor: int | None, dispatch: str, *, in_group: bool, speaks: bool
-) -> Any:
+    path: str, devices: int | None, tensor: int | None, expert_width: int, dispatch: str,
+    *, in_group: bool, speaks: bool,
+) -> Any:  # fmt: skip
     """The plan asked for, or None for one device; its line and the reason of its dispatch to stderr."""
     if devices is None and not in_group:
-        if tensor is not None or dispatch != "auto":
-            raise ValueError("tensor, dispatch: only with devices, or in a group of processes")
+        if tensor is not None or expert_width != 1 or dispatch != "auto":
+            raise ValueError("tensor, expert-width, dispatch: only with devices, or in a group of processes")
         return None
     import jax
 
@@ -137,7 +142,7 @@ def _plan(
 
     config = K3Config.from_pretrained(resolve(path))
     count = len(jax.devices()) if devices is None else devices
-    plan = mesh.for_devices(count, config, tensor=tensor, dispatch=dispatch)
+    plan = mesh.for_devices(count, config, tensor=tensor, expert_width=expert_width, dispatch=dispatch)
     plan.check_devices()
     if speaks:
         _note(str(plan))
@@ -240,6 +245,8 @@ def _compile(
     target: str = "sm_90a",
     batch: _Batches = (1,),
     ways: int = 1,
+    expert_width: int = 1,
+    peers: bool = False,
     sms: int = 132,
     out: str | None = None,
     layers: int | None = None,
@@ -252,6 +259,8 @@ def _compile(
         target: architecture: sm_90a, sm_100a or sm_103a.
         batch: rows of a step, 1..8; one kernel for each number given.
         ways: tensor-parallel ranks that share the model.
+        expert_width: ways that each expert's width is cut; experts are spread over the other ranks.
+        peers: the ranks exchange in the kernel, through mailboxes in one another's memory.
         sms: SMs of the GPU; the kernel runs on a GPU with this many.
         out: folder to write to; default the cache, where they are found by themselves.
         layers: of preset k3-slice.
@@ -262,7 +271,10 @@ def _compile(
     from k3jax.custom_calls.decode_megakernel.shapes import Plan, Target
 
     config = _config_of(path, layers, experts)
-    keys = [Key(Plan(config, rows, Target(target, sms=sms), ways), target) for rows in batch]
+    if expert_width < 1 or ways % expert_width:
+        raise ValueError(f"expert-width: expected a divisor of ways={ways}, got {expert_width}")
+    spread = ways // expert_width
+    keys = [Key(Plan(config, rows, Target(target, sms=sms), ways, spread, peers), target) for rows in batch]
     for key in keys:
         _note(f"compiling for batch {key.plan.batch} ...")
         start = time.perf_counter()

@@ -18,8 +18,6 @@ AVAILABLE = ("xla", "pallas", "pallas-interpret", "megakernel", "megakernel-inte
 KNOWN = ("auto", *AVAILABLE)
 ALWAYS = ("auto", "xla", "megakernel-interpret")
 """Those that run anywhere, the last one without a plan."""
-PLANNED = ("xla", "pallas", "pallas-interpret")
-"""Those that run over a :class:`k3jax.mesh.MeshPlan` too."""
 
 _PALLAS_STEP = "k3jax.pallas.step"
 _log = logging.getLogger("k3jax")
@@ -59,7 +57,7 @@ def choose(
     Args:
         params: a parameter tree, looked at for dtype and packed weights; None leaves that out.
         device: a jax device; None is the default one.
-        plan: how the model lies on many devices; None is one device.
+        plan: how the model lies on many devices; None is one device. "auto" over one is "xla".
 
     Raises:
         ValueError: an unknown name.
@@ -75,8 +73,8 @@ def choose(
             _logged.add(reason)
             _log.info("decode steps run as 'xla', not as 'megakernel': %s", reason)
         return "xla"
-    name = resolve_on(implementation, plan)
-    if name in ("xla", "megakernel-interpret"):
+    name = resolve(implementation)
+    if name == "xla" or (name == "megakernel-interpret" and plan is None):
         return name
     reasons = support.supports(config, device, batch, implementation=name, params=params, plan=plan)
     if reasons:
@@ -84,18 +82,18 @@ def choose(
     return name
 
 
-def resolve_on(implementation: str, plan: MeshPlan | None) -> str:
-    """As :func:`resolve`, for the devices of a plan.
+def choose_on(implementation: str, config: K3Config, mesh: Any) -> None:
+    """Raise unless a name but "auto" can run over a :class:`k3jax.mesh.MeshPlan`; other meshes pass.
 
     Raises:
-        ValueError, NotImplementedError: as :func:`resolve`; a name that runs on one device only.
+        ValueError: an unknown name.
+        NotImplementedError: every reason.
     """
+    from .mesh import MeshPlan
+
     name = resolve(implementation)
-    if plan is not None and name not in PLANNED:
-        raise NotImplementedError(
-            f"implementation {name!r} over a MeshPlan: expected one of auto, {', '.join(PLANNED)}"
-        )
-    return name
+    if isinstance(mesh, MeshPlan) and implementation != "auto":
+        choose(name, config, plan=mesh)
 
 
 def of_step(implementation: str, config: K3Config, state: State, params: Mapping[str, Any]) -> str:
@@ -118,7 +116,7 @@ def decode_step_of(name: str) -> Callable[..., Any]:
 
 
 def planned_step_of(name: str) -> Callable[..., Any]:
-    """``(local, params, routing) -> a device's step`` of one of :data:`PLANNED` but "xla"."""
+    """``(local, params, routing) -> a device's step`` of a Pallas implementation."""
     step = importlib.import_module("k3jax.pallas.planned").planned_step
     return functools.partial(step, interpret=name == "pallas-interpret")
 
@@ -135,7 +133,10 @@ def step_inputs(model: Any, batch: int) -> tuple[Mapping[str, Any], str]:
     """Parameters and implementation of a decode step of ``batch`` rows of a :class:`k3jax.Model`."""
     name: str = model.implementation
     if name != "megakernel":
-        return model.params, name
+        packed = model.mesh is not None and "megakernel" in model.params
+        return (
+            {n: x for n, x in model.params.items() if n != "megakernel"} if packed else model.params
+        ), name
     from .custom_calls.step import MAX_BATCH, operands_only
 
     if batch > MAX_BATCH and model.auto:
@@ -154,6 +155,6 @@ def not_here(
 
 
 __all__ = [
-    "AVAILABLE", "KNOWN", "PLANNED", "choose", "decode_step_of", "not_here", "of_step", "planned_step_of",
-    "resolve", "resolve_on", "step_inputs",
+    "AVAILABLE", "KNOWN", "choose", "choose_on", "decode_step_of", "not_here", "of_step", "planned_step_of",
+    "resolve", "step_inputs",
 ]  # fmt: skip

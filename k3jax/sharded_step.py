@@ -243,8 +243,10 @@ def decode_step(
         state: of the plan, see :func:`k3jax.mesh.planned_state`; B a multiple of ``plan.data``.
         tokens: int32 [B].
         active: bool [B]; padding rows are not active.
-        implementation: "xla", "pallas" or "pallas-interpret".
-        routing: also return ``{"layers.i.topk_ids": [B, A], "layers.i.topk_w": [B, A], ...}``.
+        implementation: "xla", "pallas", "pallas-interpret", or "megakernel", "megakernel-interpret": for
+            these see :mod:`k3jax.custom_calls.planned_step`.
+        routing: also return ``{"layers.i.topk_ids": [B, A], "layers.i.topk_w": [B, A], ...}``; not by the
+            megakernel.
 
     Returns:
         float32 logits [B, W], cut by rows and vocabulary, the new state, and routing if asked for.
@@ -253,7 +255,13 @@ def decode_step(
         ValueError: params or state of another plan; NotImplementedError: the dispatch, or an
             implementation that cannot run over this plan, with every reason.
     """
-    name = implementations.resolve_on(implementation, plan)
+    name = implementations.resolve(implementation)
+    if name.startswith("megakernel"):
+        from .custom_calls import planned_step  # it knows the kernel's modules; only where it is asked
+
+        return planned_step.decode_step(
+            params, state, tokens, active, config=config, plan=plan, implementation=name, routing=routing
+        )
     plan.check(config)
     check_planned(config, plan, state, params["embed_tokens"].dtype)
     plan.check_devices()

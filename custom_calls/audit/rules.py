@@ -118,9 +118,11 @@ class _Kernel:
 
     @cached_property
     def workspace(self) -> int:
-        """The parameters that every poll's address comes from."""
+        """The parameters that every poll's address comes from; those of other GPUs' flags apart."""
         common = -1
         for at in self.acquires:
+            if "SYS" in self.ins(at).parts:
+                continue
             common &= self.origins.parameters(self.origins.address(at))
         return 0 if common == -1 else common
 

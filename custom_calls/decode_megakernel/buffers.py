@@ -65,19 +65,24 @@ def work_buffers(p: Plan) -> list[Buffer]:
             work("mla.part", p.attend_units, F32 * (p.mla_heads // p.head_groups) * (p.C + 2)),
             work("mla.y", p.mla_values, ACT * B),
         ]
+    if p.ways > 1:
+        out += [work("give", p.exchanged, F32 * B), work("take", p.exchanged, F32 * B)]
     if p.config.num_moe_layers:
         out += [
             work("rlogit", p.E, F32 * B),
             work("route", 1, I32 * (2 * B * p.A + p.slots + 1)),
-            work("latent", p.L, ACT * B),
             work("act.shared", p.shared, ACT * B),
             work("hid", p.slots * groups_of(p.F), ACT * 8 * B),
             work("ey", p.slots * groups_of(p.L), ACT * 8 * B),
-            work("comb", p.latent_rows, ACT * B),
-            work("comb.ssq", p.latent_sms, F32 * B),
             work("shared.0", groups_of(p.D), F32 * 8 * B),
             work("shared.1", groups_of(p.D), F32 * 8 * B),
         ]
+        if p.ways == 1:
+            out += [
+                work("latent", p.L, ACT * B),
+                work("comb", p.latent_rows, ACT * B),
+                work("comb.ssq", p.latent_sms, F32 * B),
+            ]
     if c.first_k_dense_replace:
         out.append(work("act.dense", p.dense, ACT * B))
     out += [
@@ -118,6 +123,8 @@ def _layer_vectors(p: Plan, i: int) -> dict[str, tuple[int, int]]:
         out |= {"q_a_layernorm": (p.Q, ACT), "kv_a_layernorm": (p.C, ACT)}
     if c.is_moe(i):
         out |= {"e_score_correction_bias": (p.E, F32), "routed_expert_norm": (p.latent_rows, ACT)}
+        if p.ways > 1:
+            out["expert_place"] = (p.E, I32 * p.B)
     return out
 
 

@@ -45,6 +45,21 @@ class Op(enum.IntEnum):
     DENSE_DOWN = 23
     LM_HEAD = 24
     FINISH = 25
+    RESIDUAL = 26
+
+
+class Exchange(enum.IntEnum):
+    """What the ranks of a model exchange, in the order of a layer; EXCHANGE has it as its column chunk.
+
+    EMBEDDING: rows of an embedding cut by vocabulary. ATTENTION, FFN: sums of [B, D] partial results.
+    LATENT: every rank's latent rows, gathered. ROUTED: sum of [B, L] weighted results of the experts.
+    """
+
+    EMBEDDING = 0
+    ATTENTION = 1
+    LATENT = 2
+    ROUTED = 3
+    FFN = 4
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -198,6 +213,7 @@ __all__ = [
     "RECORD",
     "STACK",
     "Access",
+    "Exchange",
     "Instruction",
     "Op",
     "Tables",

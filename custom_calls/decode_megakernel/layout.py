@@ -245,14 +245,39 @@ def pack_model(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         ValueError: the plan is a rank's share (slice the tree first), or a matrix is not the plan's.
     """
     if plan.ways != 1:
-        raise ValueError(
-            f"plan.ways: expected 1, got {plan.ways}; pack a rank's tree with its own configuration"
-        )
+        raise ValueError(f"plan.ways: expected 1, got {plan.ways}; a rank's share is packed by pack_stages")
     layers = []
     for i, layer in enumerate(params["layers"]):
         named = attention_matrices(layer["self_attn"], plan.config.layer_types[i], plan) | ffn_matrices(layer)
         layers.append({name: _checked_pack(plan, name, matrix) for name, matrix in named.items()})
     return {"layers": layers, "lm_head": _checked_pack(plan, "lm_head", params["lm_head"])}
+
+
+def pack_stages(
+    params: Mapping[str, Any], plan: Plan, stages: Mapping[int, frozenset[str]]
+) -> dict[str, Any]:
+    """The packed matrices of some stages of a rank's share.
+
+    Args:
+        params: the share's tree, of which only these layers need be there; ``layers`` by number.
+        stages: names of matrices by layer; "lm_head" belongs to the layer past the last.
+
+    Returns:
+        as :func:`pack_model`, with a dict by number for ``layers``.
+    """
+    out: dict[str, Any] = {"layers": {}}
+    for i, names in stages.items():
+        if "lm_head" in names:
+            out["lm_head"] = _checked_pack(plan, "lm_head", params["lm_head"])
+            continue
+        layer = params["layers"][i]
+        named: dict[str, Any] = {}
+        if names & {"kda_in", "kda_decay", "kda_out", "mla_in", "mla_query", "mla_out"}:
+            named |= attention_matrices(layer["self_attn"], plan.config.layer_types[i], plan)
+        if names - named.keys():
+            named |= ffn_matrices(layer)
+        out["layers"][i] = {name: _checked_pack(plan, name, named[name]) for name in names}
+    return out
 
 
 def _checked_pack(plan: Plan, name: str, matrix: Any) -> Any:
@@ -272,6 +297,7 @@ __all__ = [
     "matrix_name",
     "pack",
     "pack_model",
+    "pack_stages",
     "tiling",
     "unpack",
 ]

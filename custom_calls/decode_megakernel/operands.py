@@ -20,7 +20,7 @@ import numpy as np
 from k3jax.quant import MXFP4
 
 from .layout import attention_matrices, ffn_matrices, pack, tiling
-from .shapes import Plan
+from .shapes import MAX_BATCH, Plan
 
 COUNTER_WORDS = 8
 """int32 words from one hand-off counter to the next: 32 bytes, so that no two share a sector."""
@@ -98,6 +98,11 @@ def workspace_shapes(p: Plan, counters: int) -> dict[str, tuple[str, tuple[int, 
             "comb.ssq": (f32, (B, p.sms)),
             "shared": (f32, (B, p.D)),
         }
+        if p.ways > 1:  # these the ranks exchange
+            for name in ("latent", "comb", "comb.ssq"):
+                del out[name]
+    if p.peers:
+        out |= {"give": (f32, (B, p.exchanged)), "take": (f32, (B, p.exchanged))}
     if c.first_k_dense_replace:
         out["act.dense"] = (bf16, (B, _even(p.dense)))
     return out
@@ -154,6 +159,7 @@ def packed_shapes(p: Plan) -> dict[str, tuple[str, tuple[int, ...]]]:
     """(dtype, shape) of every packed operand.
 
     Matrices ``[layers that have it, *Tiling.packed_shape]``; a sublayer's vectors ``[2 layers + 1, D]``.
+    A share also has ``moe.place``: which of the rank's experts serves a row's choice, -1 for none.
     """
     out: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name in (*KDA_MATRICES, *MLA_MATRICES, *MOE_MATRICES, *DENSE_MATRICES):
@@ -173,7 +179,9 @@ def packed_shapes(p: Plan) -> dict[str, tuple[str, tuple[int, ...]]]:
     if mla := len(layers_with(p, "mla.")):
         out |= {"mla.q_gain": ("bfloat16", (mla, p.Q)), "mla.kv_gain": ("bfloat16", (mla, p.C))}
     if moe := len(layers_with(p, "moe.")):
-        out |= {"moe.bias": ("float32", (moe, p.E)), "moe.gain": ("bfloat16", (moe, p.latent_rows))}
+        out |= {"moe.bias": ("float32", (moe, p.E)), "moe.gain": ("bfloat16", (moe, p.L))}
+        if p.ways > 1:
+            out["moe.place"] = ("int32", (moe, MAX_BATCH, p.E))
     return out
 
 
@@ -213,6 +221,8 @@ def packed_vector(params: Mapping[str, Any], p: Plan, name: str, i: int) -> Any:
     layer = params["layers"][i]
     if name.startswith("moe."):
         moe = layer["block_sparse_moe"]
+        if name == "moe.place":
+            return moe["place"]
         return _f32(moe["e_score_correction_bias"]) if name == "moe.bias" else moe["routed_expert_norm"]
     attn = layer["self_attn"]
     if name == "kda.taps":
@@ -268,7 +278,10 @@ def abstract_operands(
     """Shapes and dtypes of the kernel's operands, the tree that the call takes.
 
     ``packed`` is :func:`packed_shapes`; ``experts`` and ``state`` are tuples over layers (experts: over
-    LatentMoE layers); ``work``, ``fault``, state arrays, ``lengths`` and ``status`` are aliased to results.
+    LatentMoE layers); a share has, in place of the embedding, ``take``, what the exchange before left, and
+    its ``rank``; one that exchanges in the kernel also ``peers``, the low and high words of the addresses of
+    all ranks' mailboxes. ``work``, ``fault``, state arrays, ``lengths`` and ``status`` are aliased to
+    results.
     """
 
     def of(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
@@ -292,13 +305,18 @@ def abstract_operands(
     for _ in layers_with(p, "moe."):
         one = {}
         for name, rows, columns in (("w1", p.F, p.L), ("w3", p.F, p.L), ("w2", p.L, p.F)):
-            one[name] = of("uint8", p.E, rows, columns // 2)
-            one[f"{name}_scale"] = of("uint8", p.E, rows, columns // 32)
+            one[name] = of("uint8", p.held, rows, columns // 2)
+            one[f"{name}_scale"] = of("uint8", p.held, rows, columns // 32)
         experts.append(one)
+    if p.ways > 1:
+        own = {"take": of("float32", B, p.exchanged), "rank": of("int32", 1)}
+        own |= {"peers": of("int32", p.ways, 2)} if p.peers else {}
+    else:
+        own = {"embed": of("bfloat16", p.config.vocab_size, p.D)}
     return {
         "packed": {name: of(dtype, *shape) for name, (dtype, shape) in packed_shapes(p).items()},
         "experts": tuple(experts),
-        "embed": of("bfloat16", p.config.vocab_size, p.D),
+        **own,
         "state": tuple(state),
         "lengths": of("int32", B),
         "status": of("int32", B),
@@ -314,20 +332,39 @@ def abstract_operands(
     }
 
 
+FLAGS_AT = 8
+"""Words of a mailbox before its flags; word 0 counts the launches of its rank."""
+FLAG_WORDS = 8
+"""Words from one flag to the next: a flag for every rank and SM."""
+
+
+def mailbox_data(p: Plan) -> int:
+    """Word of a mailbox at which what the peers give begins: float32 [2, ranks, B, columns], in turn."""
+    return _even(FLAGS_AT + FLAG_WORDS * p.ways * p.sms, 64)
+
+
+def mailbox_words(p: Plan) -> int:
+    """int32 words of a rank's mailbox, zeros before the first launch; it outlives every step."""
+    return mailbox_data(p) + 2 * p.ways * p.B * p.exchanged
+
+
 ALIASED = ("state", "lengths", "status", "work", "fault")
 """Operands that the call updates in place."""
 
 
 def abstract_results(p: Plan, operands: Mapping[str, Any]) -> dict[str, Any]:
-    """Shapes and dtypes of the call's results: the aliased operands, and three new ones.
+    """Shapes and dtypes of the call's results: the aliased operands, and three new ones, of a share four.
 
-    ``epoch`` is the operand plus one, in a buffer of its own: an SM that starts late must not see it.
+    ``give`` is what a share's segment gives to the exchange behind it. ``epoch`` is the operand plus one,
+    in a buffer of its own: an SM that starts late must not see it.
     """
 
     def of(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     out = {name: operands[name] for name in ALIASED}
+    if p.ways > 1 and not p.peers:
+        out["give"] = of("float32", p.B, p.exchanged)
     return out | {
         "logits": of("float32", p.B, p.W),
         "token": of("int32", p.B),
@@ -341,12 +378,16 @@ __all__ = [
     "FAULT_FIELDS",
     "FAULT_TIMEOUT",
     "FAULT_WORDS",
+    "FLAGS_AT",
+    "FLAG_WORDS",
     "Field",
     "abstract_operands",
     "abstract_results",
     "expert_operands",
     "is_matrix",
     "layers_with",
+    "mailbox_data",
+    "mailbox_words",
     "packed_part",
     "packed_shapes",
     "workspace",

@@ -47,7 +47,7 @@ class Prediction:
     ends: np.ndarray
 
 
-_BROADCAST = ("h", "kda.y", "mla.y", "act.dense", "act.shared", "comb", "latent")
+_BROADCAST = ("h", "kda.y", "mla.y", "act.dense", "act.shared", "comb", "latent", "take")
 """Vectors that every SM of a stage fetches whole."""
 
 

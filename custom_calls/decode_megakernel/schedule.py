@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from .buffers import Buffer, buffer_table
-from .instructions import Instruction, Op, Wait
+from .instructions import Exchange, Instruction, Op, Wait
 from .layout import matrix_name, tiling
 from .partition import deal, runs
 from .shapes import Plan
@@ -61,13 +61,14 @@ class _Builder:
 
         Args:
             groups: part of its groups; default all.
-            chunks: part of its column chunks (MIX: its half of the layer); default all.
+            chunks: part of its column chunks (MIX, RESIDUAL: the half of the layer, EXCHANGE: its kind);
+                default all.
             level: deal by the bytes SMs have in this phase, or (False) as if they had none.
             last: a one-group stage goes to the last SM with the least bytes.
         """
         p = self.plan
-        g0, g1 = groups or (0, stage_groups(p, op, layer))
         c0, c1 = chunks or (0, stage_chunks(p, op, layer))
+        g0, g1 = groups or (0, stage_groups(p, op, layer, c0))
         each = self._group_bytes(op, layer, c1 - c0)
         dynamic = op in (Op.EXPERT_IN, Op.EXPERT_OUT)
         if dynamic:
@@ -104,7 +105,8 @@ class _Builder:
 def build(plan: Plan) -> Schedule:
     """The schedule of one decode step."""
     b = _Builder(plan)
-    ready = b.stage(Op.EMBED, 0)
+    embedded = (_exchange(b, 0, Exchange.EMBEDDING),) if plan.ways > 1 else ()
+    ready = b.stage(Op.EMBED, 0, *embedded)
     for layer, kind in enumerate(plan.config.layer_types):
         ready = _kda(b, layer, ready) if kind == "kda" else _mla(b, layer, ready)
         ready = _moe(b, layer, ready) if plan.config.is_moe(layer) else _dense(b, layer, ready)
@@ -115,6 +117,20 @@ def build(plan: Plan) -> Schedule:
     b.phase()
     b.stage(Op.FINISH, plan.layers, head, last=True)
     return Schedule(plan, tuple(b.instructions), b.counters)
+
+
+def _exchange(b: _Builder, layer: int, kind: Exchange, *ready: Wait) -> Wait:
+    return b.stage(Op.EXCHANGE, layer, *ready, chunks=(kind, kind + 1))
+
+
+def _end(b: _Builder, layer: int, half: int, ready: Wait) -> Wait:
+    """After the last matrix of a sublayer: in a share the sum over the ranks, and what ends the sublayer."""
+    if b.plan.ways == 1:
+        return ready
+    b.phase()
+    summed = _exchange(b, layer, Exchange.FFN if half else Exchange.ATTENTION, ready)
+    b.phase()
+    return b.stage(Op.RESIDUAL, layer, summed, chunks=(half, half + 1))
 
 
 def _mix(b: _Builder, layer: int, half: int, ready: Wait) -> Wait:
@@ -137,7 +153,7 @@ def _kda(b: _Builder, layer: int, ready: Wait) -> Wait:
     b.phase()
     stepped = b.stage(Op.KDA_STEP, layer, *waits, decay)
     b.phase()
-    return b.stage(Op.KDA_OUT, layer, stepped)
+    return _end(b, layer, 0, b.stage(Op.KDA_OUT, layer, stepped))
 
 
 def _mla(b: _Builder, layer: int, ready: Wait) -> Wait:
@@ -153,27 +169,27 @@ def _mla(b: _Builder, layer: int, ready: Wait) -> Wait:
     b.phase()
     values = b.stage(Op.MLA_VALUE, layer, attended, projected)
     b.phase()
-    return b.stage(Op.MLA_OUT, layer, values)
+    return _end(b, layer, 0, b.stage(Op.MLA_OUT, layer, values))
 
 
 def _dense(b: _Builder, layer: int, ready: Wait) -> Wait:
     mixed = _mix(b, layer, 1, ready)
     hidden = b.stage(Op.GATE_UP, layer, mixed)
     b.phase()
-    return b.stage(Op.DENSE_DOWN, layer, hidden)
+    return _end(b, layer, 1, b.stage(Op.DENSE_DOWN, layer, hidden))
 
 
 def _moe(b: _Builder, layer: int, ready: Wait) -> Wait:
     p = b.plan
     mixed = _mix(b, layer, 1, ready)
     scored = b.stage(Op.ROUTER, layer, mixed)
-    latent = [b.stage(Op.LATENT_DOWN, layer, mixed)]
-    routed = b.stage(Op.ROUTE, layer, scored, last=True)
+    latent = b.stage(Op.LATENT_DOWN, layer, mixed)
     if p.ways > 1:
-        latent.append(b.stage(Op.EXCHANGE, layer, *latent, last=True))
+        latent = _exchange(b, layer, Exchange.LATENT, latent)
+    routed = b.stage(Op.ROUTE, layer, scored, last=True)
     # The shared expert's first matrices hide the choice of experts and the latent's hand-off ...
     hidden = b.stage(Op.GATE_UP, layer, mixed)
-    inner = b.stage(Op.EXPERT_IN, layer, routed, *latent)
+    inner = b.stage(Op.EXPERT_IN, layer, routed, latent)
     # ... and the two halves of its last one the hand-offs between and after the experts' matrices.
     chunks = stage_chunks(p, Op.SHARED_DOWN, layer)
     middle = -(-chunks // 2)
@@ -182,7 +198,9 @@ def _moe(b: _Builder, layer: int, ready: Wait) -> Wait:
     if shared_pieces(p) == 2:
         b.stage(Op.SHARED_DOWN, layer, hidden, chunks=(middle, chunks), level=False)
     combined = b.stage(Op.COMBINE, layer, outer, routed, level=False)
-    return b.stage(Op.LATENT_UP, layer, combined, level=False)
+    if p.ways > 1:
+        combined = _exchange(b, layer, Exchange.ROUTED, combined)
+    return _end(b, layer, 1, b.stage(Op.LATENT_UP, layer, combined, level=False))
 
 
 __all__ = ["Schedule", "build"]

@@ -43,12 +43,18 @@ class Plan:
 
     ``ways`` > 1 is one rank's share: heads, FFN widths, latent rows and the vocabulary divided;
     router, norms, f_a, q_a, kv_a whole. ``config`` is the whole model's configuration.
+    ``expert_ways`` of the ranks have different experts, and the others share each expert's width: 1 is
+    every expert cut by all ranks, ``ways`` is whole experts, spread.
+    ``peers``: the kernel itself exchanges with the other ranks, through mailboxes in their memory; otherwise
+    a share runs in segments, and what calls it exchanges between them.
     """
 
     config: K3Config
     batch: int
     target: Target = H200
     ways: int = 1
+    expert_ways: int = 1
+    peers: bool = False
 
     def __post_init__(self) -> None:
         c = self.config
@@ -60,16 +66,25 @@ class Plan:
             raise ValueError(f"target.sms: expected at least 1, got {self.target.sms}")
         if self.ways < 1:
             raise ValueError(f"ways: expected at least 1, got {self.ways}")
+        if self.expert_ways < 1 or self.ways % self.expert_ways:
+            raise ValueError(f"expert_ways: expected a divisor of ways={self.ways}, got {self.expert_ways}")
+        if self.peers and self.ways == 1:
+            raise ValueError("peers: expected ways of at least 2, got 1")
         divided = {
             "kda_num_heads": c.kda_num_heads,
             "num_attention_heads": c.num_attention_heads,
             "intermediate_size": c.intermediate_size,
-            "moe_intermediate_size": c.moe_intermediate_size,
+            "shared_intermediate_size": c.shared_intermediate_size,
             "routed_expert_hidden_size": c.routed_expert_hidden_size,
             "vocab_size": c.vocab_size,
         }
         if bad := [f"{name}={value}" for name, value in divided.items() if value % self.ways]:
             raise ValueError(f"ways: {self.ways} does not divide {', '.join(bad)}")
+        if c.moe_intermediate_size % self.expert_width:
+            raise ValueError(
+                f"ways, expert_ways: {self.ways} / {self.expert_ways} does not divide "
+                f"moe_intermediate_size={c.moe_intermediate_size}"
+            )
 
     # One letter names as in the rest of the library; all are this rank's.
     @cached_property
@@ -143,9 +158,19 @@ class Plan:
     def A(self) -> int:
         return self.config.num_experts_per_token
 
+    @property
+    def expert_width(self) -> int:
+        """Ranks that share each expert's width."""
+        return self.ways // self.expert_ways
+
     @cached_property
     def F(self) -> int:
-        return self.config.moe_intermediate_size // self.ways
+        return self.config.moe_intermediate_size // self.expert_width
+
+    @cached_property
+    def held(self) -> int:
+        """Experts that a rank holds, replicas included: physical expert slots."""
+        return -(-self.E // self.expert_ways)
 
     @cached_property
     def L(self) -> int:
@@ -170,8 +195,13 @@ class Plan:
 
     @cached_property
     def slots(self) -> int:
-        """Most distinct experts of a layer: min(A * batch, E)."""
-        return min(self.A * self.B, self.E)
+        """Most distinct experts of a layer on a rank: min(A * batch, those it holds)."""
+        return min(self.A * self.B, self.held)
+
+    @cached_property
+    def exchanged(self) -> int:
+        """Columns of ``give`` and ``take``: the widest vector that ranks exchange."""
+        return max(self.D, self.L if self.config.num_moe_layers else 0)
 
     @cached_property
     def column_sms(self) -> int:

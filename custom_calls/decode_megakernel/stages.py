@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from .buffers import matrix_buffer
-from .instructions import Access, Op
+from .instructions import Access, Exchange, Op
 from .layout import matrix_name, tiling
 from .shapes import ROW_GROUP, Plan, groups_of
 
@@ -30,14 +30,35 @@ class Work:
 
 
 def sublayer(op: Op, layer: int, c0: int = 0) -> int:
-    """The sublayer a stage belongs to; MIX names its half of the layer by ``c0``."""
-    if op == Op.MIX:
+    """The sublayer a stage belongs to; MIX and RESIDUAL name their half of the layer by ``c0``."""
+    if op in (Op.MIX, Op.RESIDUAL):
         return 2 * layer + c0
+    if op == Op.EXCHANGE:
+        return 2 * layer + (c0 > Exchange.ATTENTION)
     return 2 * layer + (Op.ROUTER <= op <= Op.DENSE_DOWN)
 
 
-def stage_groups(p: Plan, op: Op, layer: int) -> int:
-    """Row groups (or units) of a whole stage."""
+def exchange_columns(p: Plan, kind: int) -> tuple[int, int]:
+    """Columns of ``give`` that an exchange takes from a rank, and of ``take`` that it leaves there."""
+    return {
+        Exchange.EMBEDDING: (p.D, p.D),
+        Exchange.ATTENTION: (p.D, p.D),
+        Exchange.LATENT: (p.latent_rows, p.L),
+        Exchange.ROUTED: (p.L, p.L),
+        Exchange.FFN: (p.D, p.D),
+    }[Exchange(kind)]
+
+
+def exchange_number(kind: int, layer: int) -> int:
+    """Place of an exchange among those of a step: the lifetime of ``give`` and ``take`` that it ends and
+    begins."""
+    return 4 * layer + kind
+
+
+def stage_groups(p: Plan, op: Op, layer: int, chunk: int = 0) -> int:
+    """Row groups (or units) of a whole stage; an EXCHANGE has its kind as ``chunk``."""
+    if op == Op.EXCHANGE:
+        return groups_of(exchange_columns(p, chunk)[0])
     name = matrix_name(p, op, layer)
     if name is not None:
         return tiling(p, name).groups
@@ -47,11 +68,11 @@ def stage_groups(p: Plan, op: Op, layer: int) -> int:
         Op.KDA_STEP: p.kda_heads * p.B,
         Op.MLA_ROW: p.B,
         Op.MLA_ATTEND: p.attend_units,
+        Op.RESIDUAL: groups_of(p.D),
         Op.ROUTE: 1,
-        Op.EXCHANGE: 1,
         Op.EXPERT_IN: p.slots * groups_of(p.F),
         Op.EXPERT_OUT: p.slots * groups_of(p.L),
-        Op.COMBINE: groups_of(p.latent_rows),
+        Op.COMBINE: groups_of(p.L),
         Op.FINISH: 1,
     }[op]
 
@@ -106,6 +127,23 @@ def _normed_input(p: Plan, layer: int, sub: int) -> list[Access]:
     ]
 
 
+def _give(p: Plan, w: Work, kind: Exchange, most: int) -> Access:
+    """Own columns of what this rank gives to an exchange."""
+    return Access("give", exchange_number(kind, w.layer), *_rows(w, most))
+
+
+def _take(w: Work, kind: Exchange, lo: int, hi: int) -> Access:
+    """Columns of what an exchange left."""
+    return Access("take", exchange_number(kind, w.layer), lo, hi)
+
+
+def _sublayer_end(p: Plan, w: Work, sub: int) -> tuple[list[Access], list[Access]]:
+    """Of the last matrix of a sublayer: its end, or in a share what goes to the ranks' sum."""
+    if p.ways > 1:
+        return [], [_give(p, w, Exchange.FFN if sub % 2 else Exchange.ATTENTION, p.D)]
+    return _residual(p, w, sub)
+
+
 def _residual(p: Plan, w: Work, sub: int) -> tuple[list[Access], list[Access]]:
     """The end of a sublayer: add to the running sum, score the next mixture's sources on own columns."""
     lo, hi = _rows(w, p.D)
@@ -125,6 +163,9 @@ _Rule = Callable[[Plan, Work, int], _Result]
 
 
 def _embed(p: Plan, w: Work, sub: int) -> _Result:
+    if p.ways > 1:
+        lo, hi = _rows(w, p.D)
+        return [_take(w, Exchange.EMBEDDING, lo, hi)], [Access("pre.0", 0, lo, hi)]
     return [Access("w.embed", 0, 0, p.B)], [Access("pre.0", 0, *_rows(w, p.D))]
 
 
@@ -172,7 +213,7 @@ def _kda_step(p: Plan, w: Work, sub: int) -> _Result:
 def _mixer_out(buffer: str) -> _Rule:
     def rule(p: Plan, w: Work, sub: int) -> _Result:
         units = p.kda_heads * p.B if buffer == "kda.y" else p.mla_values
-        reads, writes = _residual(p, w, sub)
+        reads, writes = _sublayer_end(p, w, sub)
         return [Access(buffer, sub, 0, units), *reads], writes
 
     return rule
@@ -232,15 +273,32 @@ def _route(p: Plan, w: Work, sub: int) -> _Result:
         Access(f"w.{w.layer}.e_score_correction_bias", 0, 0, p.E),
         Access("lengths", 0, 0, p.B),
     ]
+    if p.ways > 1:
+        reads.append(Access(f"w.{w.layer}.expert_place", 0, 0, p.E))
     return reads, [Access("route", sub, 0, 1)]
 
 
 def _latent_down(p: Plan, w: Work, sub: int) -> _Result:
+    if p.ways > 1:
+        return _normed_input(p, w.layer, sub), [_give(p, w, Exchange.LATENT, p.latent_rows)]
     return _normed_input(p, w.layer, sub), [Access("latent", sub, *_rows(w, p.latent_rows))]
 
 
 def _exchange(p: Plan, w: Work, sub: int) -> _Result:
-    return [Access("latent", sub, 0, p.latent_rows)], [Access("latent", sub, p.latent_rows, p.L)]
+    number = exchange_number(w.c0, w.layer)
+    lo, hi = _rows(w, exchange_columns(p, w.c0)[0])
+    if w.c0 == Exchange.EMBEDDING:
+        return [Access("w.embed", 0, 0, p.B)], [Access("take", number, lo, hi)]
+    # Of latent columns every rank has others: the same ones of each come together.
+    blocks = p.ways if w.c0 == Exchange.LATENT else 1
+    writes = [Access("take", number, r * p.latent_rows + lo, r * p.latent_rows + hi) for r in range(blocks)]
+    return [Access("give", number, lo, hi)], writes
+
+
+def _residual_stage(p: Plan, w: Work, sub: int) -> _Result:
+    reads, writes = _residual(p, w, sub)
+    kind = Exchange.FFN if sub % 2 else Exchange.ATTENTION
+    return [_take(w, kind, *_rows(w, p.D)), *reads], writes
 
 
 def _gate_up(p: Plan, w: Work, sub: int) -> _Result:
@@ -258,9 +316,10 @@ def _shared_down(p: Plan, w: Work, sub: int) -> _Result:
 
 
 def _expert_in(p: Plan, w: Work, sub: int) -> _Result:
+    latent = Access("latent", sub, 0, p.L) if p.ways == 1 else _take(w, Exchange.LATENT, 0, p.L)
     reads = [
         Access("route", sub, 0, 1),
-        Access("latent", sub, 0, p.L),
+        latent,
         Access(f"w.{w.layer}.w13", 0, w.g0, w.g1),
     ]
     return reads, [Access("hid", sub, w.g0, w.g1)]
@@ -277,15 +336,20 @@ def _expert_out(p: Plan, w: Work, sub: int) -> _Result:
 
 def _combine(p: Plan, w: Work, sub: int) -> _Result:
     reads = [Access("route", sub, 0, 1), Access("ey", sub, 0, p.slots * groups_of(p.L))]
+    if p.ways > 1:
+        return reads, [_give(p, w, Exchange.ROUTED, p.L)]
     writes = [Access("comb", sub, *_rows(w, p.latent_rows)), Access("comb.ssq", sub, w.sm0, w.sm1)]
     return reads, writes
 
 
 def _latent_up(p: Plan, w: Work, sub: int) -> _Result:
-    reads, writes = _residual(p, w, sub)
+    reads, writes = _sublayer_end(p, w, sub)
+    if p.ways > 1:  # own latent columns, and the sum of squares of all of them
+        combined = [_take(w, Exchange.ROUTED, 0, p.L)]
+    else:
+        combined = [Access("comb", sub, 0, p.latent_rows), Access("comb.ssq", sub, 0, p.latent_sms)]
     own = [
-        Access("comb", sub, 0, p.latent_rows),
-        Access("comb.ssq", sub, 0, p.latent_sms),
+        *combined,
         Access(f"w.{w.layer}.routed_expert_norm", 0, 0, p.latent_rows),
         Access(f"shared.{shared_pieces(p) - 1}", sub, w.g0, w.g1, local=True),
     ]
@@ -293,7 +357,7 @@ def _latent_up(p: Plan, w: Work, sub: int) -> _Result:
 
 
 def _dense_down(p: Plan, w: Work, sub: int) -> _Result:
-    reads, writes = _residual(p, w, sub)
+    reads, writes = _sublayer_end(p, w, sub)
     return [Access("act.dense", sub, 0, p.dense), *reads], writes
 
 
@@ -327,6 +391,7 @@ _RULES: Mapping[Op, _Rule] = {
     Op.ROUTE: _route,
     Op.LATENT_DOWN: _latent_down,
     Op.EXCHANGE: _exchange,
+    Op.RESIDUAL: _residual_stage,
     Op.GATE_UP: _gate_up,
     Op.SHARED_DOWN: _shared_down,
     Op.EXPERT_IN: _expert_in,
@@ -341,6 +406,8 @@ _RULES: Mapping[Op, _Rule] = {
 __all__ = [
     "Work",
     "accesses",
+    "exchange_columns",
+    "exchange_number",
     "next_mix_weights",
     "shared_pieces",
     "stage_chunks",

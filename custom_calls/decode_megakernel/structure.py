@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from .instructions import MAX_WAITS, Instruction, Op
+from .instructions import MAX_WAITS, Exchange, Instruction, Op
 from .order import arrivals
 from .schedule import Schedule
 from .shapes import Plan
@@ -13,7 +13,10 @@ from .stages import Work, accesses, stage_chunks, stage_groups
 
 
 def required_stages(p: Plan) -> set[tuple[Op, int, int]]:
-    """Every (operation, layer, column chunk) of a step; MIX has its half of the layer as chunk."""
+    """Every (operation, layer, column chunk) of a step.
+
+    MIX and RESIDUAL have their half of the layer as chunk, EXCHANGE its kind.
+    """
     c = p.config
     end = p.layers
     out: set[tuple[Op, int, int]] = {(Op.EMBED, 0, 0), (Op.MIX, end, 0), (Op.FINISH, end, 0)}
@@ -25,10 +28,22 @@ def required_stages(p: Plan) -> set[tuple[Op, int, int]]:
         if c.is_moe(layer):
             names = "ROUTER ROUTE LATENT_DOWN GATE_UP SHARED_DOWN EXPERT_IN EXPERT_OUT COMBINE LATENT_UP"
             ops += [(Op[name], layer) for name in names.split()]
-            ops += [(Op.EXCHANGE, layer)] if p.ways > 1 else []
         else:
             ops += [(Op.GATE_UP, layer), (Op.DENSE_DOWN, layer)]
+    if p.ways > 1:
+        out |= _exchanges(p)
     return out | {(op, layer, chunk) for op, layer in ops for chunk in range(stage_chunks(p, op, layer))}
+
+
+def _exchanges(p: Plan) -> set[tuple[Op, int, int]]:
+    """Every exchange of a share, and the ends of sublayers behind them."""
+    out: set[tuple[Op, int, int]] = {(Op.EXCHANGE, 0, Exchange.EMBEDDING)}
+    for layer in range(p.layers):
+        kinds = [Exchange.ATTENTION, Exchange.FFN]
+        kinds += [Exchange.LATENT, Exchange.ROUTED] if p.config.is_moe(layer) else []
+        out |= {(Op.EXCHANGE, layer, int(kind)) for kind in kinds}
+        out |= {(Op.RESIDUAL, layer, half) for half in (0, 1)}
+    return out
 
 
 def instruction_problems(s: Schedule) -> Iterator[str]:
@@ -43,7 +58,7 @@ def instruction_problems(s: Schedule) -> Iterator[str]:
         if not all((ins.op, ins.layer, chunk) in known for chunk in range(ins.c0, ins.c1)):
             yield f"{name}: this model has no such stage with chunks {ins.c0}..{ins.c1}"
             continue
-        if ins.c0 >= ins.c1 or not 0 <= ins.g0 < ins.g1 <= stage_groups(s.plan, ins.op, ins.layer):
+        if ins.c0 >= ins.c1 or not 0 <= ins.g0 < ins.g1 <= stage_groups(s.plan, ins.op, ins.layer, ins.c0):
             yield f"{name}: groups {ins.g0}..{ins.g1}, chunks {ins.c0}..{ins.c1} are not within the stage"
             continue
         yield from _split_problems(s.plan, ins, name)
@@ -102,7 +117,7 @@ def coverage_problems(s: Schedule) -> Iterator[str]:
     for key in sorted(required_stages(s.plan)):
         op, layer, chunk = key
         name = f"{op.name}, layer {layer}, chunk {chunk}"
-        want, at = stage_groups(s.plan, op, layer), 0
+        want, at = stage_groups(s.plan, op, layer, chunk), 0
         if key not in parts:
             yield f"{name}: missing"
             continue

@@ -50,7 +50,7 @@ def _covered_units(intervals: list[tuple[int, int]]) -> int:
 
 def streamed_once(name: str) -> bool:
     """Whether a weight is streamed from memory (a matrix), not a small vector that stays in the L2 cache."""
-    small = ("layernorm", "_res", "norm", "bias", "kda_head", "embed")
+    small = ("layernorm", "_res", "norm", "bias", "kda_head", "embed", "expert_place")
     return not name.rsplit(".", 1)[-1].endswith(small)
 
 
@@ -116,7 +116,8 @@ def expected(p: Plan, length: int, distinct: int) -> StepBytes | Traffic:
     layers = c.num_moe_layers
     weights = b.weights - b.unused + layers * 2 * 3 * p.D * (p.shared - 32)
     weights -= layers * 2 * (p.L - p.latent_rows) * (2 * p.D + 1)
-    weights += layers * distinct * (expert_bytes(c) // p.ways)
+    weights += layers * distinct * (expert_bytes(c) // p.expert_width)
+    weights += layers * 4 * p.E * p.B  # which of a rank's experts serves a row
     return Traffic(weights, b.state_read, b.state_write, b.cache_read, b.cache_write, 0)
 
 

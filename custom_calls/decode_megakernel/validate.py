@@ -3,7 +3,8 @@
 Checked: every instruction by itself and its declared accesses (:mod:`.structure`); every stage complete,
 once; the step ends (:mod:`.order`); every unit of every lifetime of a buffer written once before it is
 read, no unordered conflict, state updated in place only where ordered (:mod:`.hazards`); shared memory
-and registers (:mod:`.resources`); bytes streamed equal to the model's (:mod:`.traffic`).
+and registers (:mod:`.resources`); bytes streamed equal to the model's (:mod:`.traffic`). Of a share, order
+and lifetimes in segments too (:mod:`.segments`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from .hazards import hazard_problems
 from .order import simulate
 from .resources import resource_problems
 from .schedule import Schedule
+from .segments import segment_problems
 from .structure import coverage_problems, instruction_problems
 from .traffic import Traffic, traffic, traffic_problems
 
@@ -66,6 +68,8 @@ def problems(schedule: Schedule) -> list[str]:
     )
     if not order.stuck:
         take(hazard_problems(schedule.instructions, schedule.buffers, order))
+        if schedule.plan.ways > 1:
+            take(segment_problems(schedule))
     take(resource_problems(schedule))
     take(traffic_problems(schedule))
     return found

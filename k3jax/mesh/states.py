@@ -92,12 +92,19 @@ def _made(make: Any, config: K3Config, plan: MeshPlan, like: State, *args: Any) 
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def check_planned(config: K3Config, plan: MeshPlan, state: State, dtype: Any) -> None:
-    """Raise ValueError unless ``state`` is one of this plan: its layers, shapes and dtypes."""
+def check_planned(config: K3Config, plan: MeshPlan, state: State, dtype: Any, kernel: bool = False) -> None:
+    """Raise ValueError unless ``state`` is one of this plan: its layers, shapes and dtypes.
+
+    Args:
+        kernel: the step carries the kernel's leaves along.
+    """
     if state.batch < 1 or state.batch % plan.data:
         raise ValueError(f"state: expected a multiple of data={plan.data} rows, got {state.batch}")
-    if state.kernel is not None:
-        raise ValueError("state.kernel: expected None under a plan, whose steps run without the kernel")
+    if state.kernel is not None and not kernel:
+        raise ValueError(
+            "state.kernel: expected None, as this step under a plan runs without the kernel; "
+            "drop it with dataclasses.replace(state, kernel=None)"
+        )
     want = planned_shapes(config, plan, state.batch, state.max_length, dtype)
     if len(state.layers) != len(want.layers):
         raise ValueError(f"state: expected {len(want.layers)} layers, got {len(state.layers)}")

@@ -49,6 +49,17 @@ def test_by_default_it_writes_where_kernels_are_looked_for(capsys: pytest.Captur
     assert (artifacts.cache_folder() / name).is_file()
 
 
+@needs_compiler
+def test_a_ranks_kernel_is_named_by_its_share(capsys: pytest.CaptureFixture[str]) -> None:
+    names = []
+    for options in (["--ways", "2"], ["--ways", "4", "--expert-width", "4"]):
+        assert cli.main(["compile", "k3-slice", "--layers", "2", "--experts", "16", *options]) == 0
+        names.append(capsys.readouterr().out.split(":")[0])
+    assert names[0].startswith("sm_90a-132sm-batch1-ways2-experts2-")
+    assert re.fullmatch(r"sm_90a-132sm-batch1-ways4-[0-9a-f]{20}\.k3kernel", names[1])
+    assert all((artifacts.cache_folder() / name).is_file() for name in names)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -52,7 +52,7 @@ def test_a_matrix_is_written_into_its_stack_in_place() -> None:
     name = next(n for n in packed_shapes(PLAN) if n == "kda_in")
     _, shape = packed_shapes(PLAN)[name]
     stack = jax.ShapeDtypeStruct((1000, *shape[1:]), jnp.bfloat16)
-    layer = pack._dense(megakernel.params()["layers"][0])
+    layer = pack.dense_of_layer(megakernel.params()["layers"][0])
     compiled = pack._put.lower(stack, layer, jnp.int32(0), plan=PLAN, name=name).compile()
     memory = compiled.memory_analysis()
     assert memory is not None

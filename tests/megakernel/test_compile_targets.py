@@ -65,6 +65,41 @@ def test_the_kernel_fits_an_sm_and_keeps_the_rules_of_its_machine_code(
     assert report.bulk_copies >= 2
 
 
+@needs_compiler
+@pytest.mark.skipif(audit.disassembler_problem() is not None, reason=str(audit.disassembler_problem()))
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("layers", "batch", "ways", "expert_ways", "peers"),
+    [
+        (4, 1, 8, 8, False),
+        (4, 1, 2, 2, True),
+        pytest.param(4, 1, 2, 2, False, marks=pytest.mark.slow),
+        pytest.param(4, 8, 2, 1, False, marks=pytest.mark.slow),
+        pytest.param(4, 1, 16, 1, False, marks=pytest.mark.slow),
+        pytest.param(93, 8, 16, 16, False, marks=pytest.mark.slow),
+        pytest.param(93, 1, 8, 4, False, marks=pytest.mark.slow),
+        pytest.param(93, 8, 8, 8, True, marks=pytest.mark.slow),
+    ],
+)
+def test_the_kernel_of_a_share_of_k3_fits_an_sm_and_keeps_the_rules_of_its_machine_code(
+    tmp_path: Path, layers: int, batch: int, ways: int, expert_ways: int, peers: bool
+) -> None:
+    k3 = K3Config.preset("k3-slice", num_layers=layers) if layers < 93 else K3Config.preset("k3")
+    plan = Plan(k3, batch, Target(), ways, expert_ways, peers)
+    assert constraints.reasons(plan) == ()
+    artifact = compile_artifact(Key(plan, "sm_90a"), tmp_path)
+    report = audit.audit(artifact.module)
+    print(report)
+    assert report.findings == (), str(report)
+    assert report.registers <= most_registers(plan.target)
+    assert min(report.waits, report.signals) >= 17 + peers  # a whole model's, RESIDUAL, EXCHANGE
+    names = {leaf.path for leaf in artifact.operands}
+    assert {"['take']", "['rank']", "['packed']['moe.place']"} <= names
+    assert "['embed']" not in names
+    assert ("['give']" in {leaf.path for leaf in artifact.results}) != peers
+    assert ("['peers']" in names) == peers
+
+
 CHANGES: dict[str, tuple[dict[str, object], int]] = {
     "kda_head_dim: expected 128, got 64": ({"kda_head_dim": 64}, 132),
     "hidden_size: a vector of 9216 columns takes 144 registers a lane": ({"hidden_size": 9216}, 148),
@@ -90,6 +125,18 @@ def test_a_plan_that_the_kernel_cannot_run_is_refused_by_name(reason: str) -> No
     plan = Plan(dataclasses.replace(K3Config.preset("k3"), **changes), 1, Target("some", sms))
     found = constraints.reasons(plan)
     assert any(line.startswith(reason) for line in found), found
+
+
+def test_more_ranks_than_a_warp_has_lanes_do_not_exchange_in_the_kernel() -> None:
+    k3 = K3Config.preset("k3")
+    wide = dataclasses.replace(
+        k3, num_attention_heads=128, kda_num_heads=128, kda_a_log_size=128, intermediate_size=32768
+    )
+    found = [constraints.reasons(Plan(wide, 1, Target(), 64, 64, peers)) for peers in (False, True)]
+    reason = "ways: at most 32 ranks exchange in the kernel, a lane of a warp each, got 64"
+    assert (reason in found[0], reason in found[1]) == (False, True)
+    with pytest.raises(ValueError, match="peers: expected ways of at least 2, got 1"):
+        Plan(k3, 1, peers=True)
 
 
 def test_all_reasons_come_at_once_and_shared_memory_is_one_of_them() -> None:

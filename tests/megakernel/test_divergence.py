@@ -37,8 +37,8 @@ SEEDED = {
     ),
     "a sum of the warp for one lane": (
         "stages/combine.py",
-        "        total = warp_sum(total)\n        if t.lane == 0:\n",
-        "        if t.lane == 0:\n            total = warp_sum(total)\n",
+        "            total = warp_sum(total)\n            if t.lane == 0:\n",
+        "            if t.lane == 0:\n                total = warp_sum(total)\n",
         r"combine, line \d+: `warp_sum` under `t\.lane == 0`",
     ),
     "a barrier of the block for some warps": (
@@ -56,8 +56,8 @@ SEEDED = {
     ),
     "a loop whose length differs from lane to lane": (
         "stages/combine.py",
-        "for i in cutlass.range(0, part.n, 32, unroll=1):\n            total = total + combine_groups(",
-        "for i in cutlass.range(t.lane, part.n, 32, unroll=1):\n            total = total + combine_groups(",
+        "for i in cutlass.range(0, part.n, 32, unroll=1):\n            group = part.g0",
+        "for i in cutlass.range(t.lane, part.n, 32, unroll=1):\n            group = part.g0",
         r"combine, line \d+: `combine_groups`, which holds an exchange, under `cutlass\.range\(t\.lane",
     ),
     "a branch on a number made from the lane": (

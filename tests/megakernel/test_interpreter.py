@@ -303,14 +303,14 @@ def test_the_first_write_of_a_lifetime_leaves_the_rest_of_the_buffer_poisoned() 
         memory.write("latent", 3, 0, np.ones((8, 1), np.float32))
 
 
-def test_a_share_of_a_model_is_refused_with_the_reason() -> None:
+def test_a_share_of_a_model_is_not_run_without_its_peers() -> None:
     c = case(1)
     plan = Plan(
         dataclasses.replace(c.config, vocab_size=64, kda_num_heads=2, num_attention_heads=2), 1, ways=2
     )
     rows = rows_of(state_of(c, [5]), np.array([7]), np.ones(1, bool), c.config)
-    with pytest.raises(NotImplementedError, match="peers"):
-        Machine(build(plan), c.weights(), rows)
+    with pytest.raises(NotImplementedError, match="a share of 2 exchanges with its peers"):
+        Machine(build(plan), c.weights(), rows).execute()
 
 
 def test_scale_bytes_over_their_whole_range_decode_as_in_the_library() -> None:

@@ -16,21 +16,22 @@ from k3jax.custom_calls.decode_megakernel.hazards import hazard_problems
 from k3jax.custom_calls.decode_megakernel.instructions import Access, Instruction, Op
 from k3jax.custom_calls.decode_megakernel.order import simulate
 from k3jax.custom_calls.decode_megakernel.schedule import Schedule, build
+from k3jax.custom_calls.decode_megakernel.segments import launched, segment_problems
 from k3jax.custom_calls.decode_megakernel.shapes import Plan
 from k3jax.custom_calls.decode_megakernel.validate import ScheduleError, problems, validate
-from support.schedule_faults import FAULTS, pick, put
+from support.schedule_faults import FAULTS, SEGMENT_FAULTS, SHARE_FAULTS, pick, put
 
 
 @functools.cache
-def schedule(batch: int, ways: int) -> Schedule:
+def schedule(batch: int, ways: int, expert_ways: int = 1) -> Schedule:
     """Four layers at the release's widths: KDA with the dense FFN, two KDA and an MLA with experts."""
     config = dataclasses.replace(
         K3Config.preset("k3-slice", num_layers=4, num_experts=64), attn_res_block_size=2
     )
-    return build(Plan(config, batch, ways=ways))
+    return build(Plan(config, batch, ways=ways, expert_ways=expert_ways))
 
 
-@pytest.mark.parametrize(("batch", "ways"), [(1, 1), (1, 2), (8, 1)])
+@pytest.mark.parametrize(("batch", "ways"), [(1, 1), (1, 2), (8, 1), (8, 4)])
 def test_the_schedule_without_a_fault_is_valid(batch: int, ways: int) -> None:
     assert problems(schedule(batch, ways)) == []
 
@@ -39,11 +40,33 @@ def test_the_schedule_without_a_fault_is_valid(batch: int, ways: int) -> None:
 def test_a_schedule_with_a_planted_fault_is_rejected(kind: str) -> None:
     for seed in range(2):
         rng = np.random.default_rng(seed)
-        good = schedule((1, 8)[seed], 2 if kind == "exchange left out" else 1)
+        good = schedule((1, 8)[seed], 1)
         bad = FAULTS[kind](good, rng)
         assert bad != good
         with pytest.raises(ScheduleError):
             validate(bad)
+
+
+@pytest.mark.parametrize("kind", SHARE_FAULTS)
+def test_a_share_with_a_planted_fault_is_rejected(kind: str) -> None:
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        good = schedule((1, 8, 2)[seed], 2, (1, 2, 2)[seed])
+        bad = SHARE_FAULTS[kind](good, rng)
+        assert bad != good
+        with pytest.raises(ScheduleError):
+            validate(bad)
+
+
+@pytest.mark.parametrize("kind", SEGMENT_FAULTS)
+def test_launches_with_a_planted_fault_are_rejected(kind: str) -> None:
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        good = schedule((1, 8, 2, 1)[seed], 2, (1, 2, 2, 1)[seed])
+        assert list(segment_problems(good)) == []
+        bad = SEGMENT_FAULTS[kind](good, rng)
+        assert bad != launched(good)
+        assert list(segment_problems(good, bad))
 
 
 def test_there_are_at_least_thirty_kinds_of_faults() -> None:

@@ -222,7 +222,7 @@ def test_what_cannot_run_is_refused_before_any_launch(
         step(implementation="pallas-interpret")
     with pytest.raises(NotImplementedError, match=r"9\.0, got cpu; batch: expected 1\.\.8 rows, got 9"):
         step(implementation="pallas")
-    with pytest.raises(NotImplementedError, match=r"'megakernel' over a MeshPlan: expected one of auto, xla"):
+    with pytest.raises(NotImplementedError, match=r"'megakernel' is not available here: .*expected 1\.\.8"):
         step(implementation="megakernel")
     with pytest.raises(ValueError, match="implementation: expected one of auto, xla"):
         step(implementation="cuda")
@@ -244,7 +244,7 @@ def test_auto_over_a_plan_is_xla_with_one_logged_line(
         models = [k3jax.Model(params, SMALL, mesh=plan) for _ in range(2)]
     assert [m.implementation for m in models] == ["xla", "xla"]
     (line,) = [r.getMessage() for r in caplog.records]
-    assert "run as 'xla', not as 'megakernel': mesh: the megakernel runs on one device" in line
+    assert "run as 'xla', not as 'megakernel': mesh: over a plan only by its name, got a plan of 2" in line
 
 
 # -- on GPUs, as far as a CPU can tell -----------------------------------------------------

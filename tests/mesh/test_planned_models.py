@@ -154,10 +154,12 @@ def test_what_cannot_run_over_a_plan_is_refused_before_any_weight_is_read(
 ) -> None:
     monkeypatch.setattr(checkpoints, "load", lambda *_, **__: pytest.fail("read"))
     c = text_config()
-    few = mesh.MeshPlan(1, 2, devices=tuple(cpu_devices[:2]))
+    few, apart = (mesh.MeshPlan(*sizes, devices=tuple(cpu_devices[:2])) for sizes in ((1, 2), (2, 1)))
     for make in (lambda **k: k3jax.load("nano", **k), lambda **k: k3jax.random_model(c, **k)):
-        with pytest.raises(NotImplementedError, match="'megakernel-interpret' over a MeshPlan: expected"):
-            make(mesh=few, implementation="megakernel-interpret")
+        with pytest.raises(NotImplementedError, match=r"expected data=1 .*, got data=2, tensor=1"):
+            make(mesh=apart, implementation="megakernel-interpret")
+        with pytest.raises(NotImplementedError, match="device: expected NVIDIA GPUs, got cpu"):
+            make(mesh=few, implementation="megakernel")
         with pytest.raises(NotImplementedError, match="ragged_all_to_all is not implemented on cpu"):
             make(mesh=mesh.MeshPlan(1, 2, dispatch="ragged", devices=tuple(cpu_devices[:2])))
         with pytest.raises(ValueError, match=r"mesh: expected 4096 devices, jax sees \d+"):

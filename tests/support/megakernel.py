@@ -37,15 +37,19 @@ def packed_params() -> Any:
     return with_packed(params(), config())
 
 
-def artifact(batch: int, module: bytes = b"\x7fELF no code") -> Any:
-    """An artifact of the config's operands and results whose module is no kernel: for lowering alone."""
+def artifact(batch: int, module: bytes = b"\x7fELF no code", plan: Any = None) -> Any:
+    """An artifact of the config's operands and results whose module is no kernel: for lowering alone.
+
+    Args:
+        plan: another one than that of the config and batch, such as a share's.
+    """
     from k3jax.custom_calls import artifacts, ffi
     from k3jax.custom_calls.compile import CAPACITY_ROWS
     from k3jax.custom_calls.decode_megakernel import operands
     from k3jax.custom_calls.decode_megakernel.shapes import Plan
     from k3jax.custom_calls.tables import launch_tables
 
-    plan = Plan(config(), batch)
+    plan = Plan(config(), batch) if plan is None else plan
     tables = launch_tables(plan)
     takes = operands.abstract_operands(
         plan, tables.counters, len(tables.records), len(tables.program), CAPACITY_ROWS

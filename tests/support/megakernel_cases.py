@@ -23,6 +23,11 @@ def _nano() -> K3Config:
     return K3Config.from_pretrained(checkpoints.resolve("nano"))
 
 
+def _wide_experts() -> K3Config:
+    """nano with experts of 128: halves of them are still whole tiles."""
+    return dataclasses.replace(_nano(), moe_intermediate_size=128)
+
+
 def _slice4() -> K3Config:
     """The first four layers of the release at full width, all 896 experts: 57.6 GB."""
     return K3Config.preset("k3-slice", num_layers=4)
@@ -49,12 +54,12 @@ def _shard93() -> K3Config:
     )
 
 
-_CONFIGS = {"nano": _nano, "slice4": _slice4, "shard93": _shard93}
+_CONFIGS = {"nano": _nano, "wide-experts": _wide_experts, "slice4": _slice4, "shard93": _shard93}
 
 
 @functools.cache
 def config(name: str) -> K3Config:
-    """The configuration of a model by its name here: nano, slice4 or shard93."""
+    """The configuration of a model by its name here: nano, wide-experts, slice4 or shard93."""
     return _CONFIGS[name]()
 
 
@@ -65,6 +70,7 @@ class KernelCase:
     Attributes:
         model: name of its configuration.
         sms: thread blocks, one an SM.
+        ways, expert_ways, peers: of a rank's share, as :class:`Plan` has them.
         options: options of ``kernel.geometry.Geometry`` other than its defaults.
     """
 
@@ -72,10 +78,14 @@ class KernelCase:
     batch: int
     sms: int = SMS
     options: tuple[tuple[str, Any], ...] = ()
+    ways: int = 1
+    expert_ways: int = 1
+    peers: bool = False
 
     @property
     def plan(self) -> Plan:
-        return Plan(config(self.model), self.batch, Target("sm_90a", sms=self.sms))
+        target = Target("sm_90a", sms=self.sms)
+        return Plan(config(self.model), self.batch, target, self.ways, self.expert_ways, self.peers)
 
     @property
     def key(self) -> Key:
@@ -84,7 +94,9 @@ class KernelCase:
     def __str__(self) -> str:
         named = [f"{name}={value}" for name, value in self.options]
         sms = [] if self.sms == SMS else [f"{self.sms}sm"]
-        return "-".join([self.model, f"b{self.batch}", *sms, *named])
+        share = [] if self.ways == 1 else [f"ways{self.ways}", f"experts{self.expert_ways}"]
+        share += ["peers"] if self.peers else []
+        return "-".join([self.model, f"b{self.batch}", *sms, *share, *named])
 
 
 NANO = tuple(KernelCase("nano", batch) for batch in (1, 3, 8, 2, 4, 5, 6, 7))
@@ -101,20 +113,44 @@ API = (KernelCase("nano", 1, options=(("spins", 1),)),)
 SANITIZER = (KernelCase("nano", 2, options=(("all_lanes", True), ("spins", 1 << 29))),)
 """compute-sanitizer slows the kernel a thousand times, so its waits must last."""
 
-CASES = (*NANO, *DELAYS, *FEWER_SMS, *IMPATIENT, *TOO_MANY, *API, *SLICE4, *SHARD93, *SANITIZER)
+SPREAD = tuple(KernelCase("nano", batch, ways=2, expert_ways=2) for batch in (1, 3))
+"""A rank of two, each with half of the experts."""
+CUT = tuple(KernelCase("wide-experts", batch, ways=2) for batch in (1, 3))
+"""A rank of two, each with half of every expert's width."""
+
+PEERS = tuple(dataclasses.replace(case, peers=True) for case in (*SPREAD, *CUT))
+"""The same, exchanging in the kernel."""
+
+CASES = (
+    *NANO,
+    *SPREAD,
+    *CUT,
+    *PEERS,
+    *DELAYS,
+    *FEWER_SMS,
+    *IMPATIENT,
+    *TOO_MANY,
+    *API,
+    *SLICE4,
+    *SHARD93,
+    *SANITIZER,
+)
 
 __all__ = [
     "API",
     "CASES",
+    "CUT",
     "DELAYS",
     "FEWER_SMS",
     "IMPATIENT",
     "NANO",
+    "PEERS",
     "SANITIZER",
     "SHARD93",
     "SLICE4",
     "SMS",
     "SPINS",
+    "SPREAD",
     "TOO_MANY",
     "KernelCase",
     "config",

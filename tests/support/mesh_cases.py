@@ -18,21 +18,25 @@ ROUTINGS = ("as scored", "one expert", "one rank", "a rank without tokens")
 
 
 @functools.cache
-def config(num_experts: int = 20) -> Any:
-    """Four layers, both attentions, three LatentMoEs; all that a tensor axis cuts divides by 8."""
+def config(num_experts: int = 20, width: int = 64) -> Any:
+    """Four layers, both attentions, three LatentMoEs; all that a tensor axis cuts divides by 8.
+
+    Args:
+        width: of an expert, in blocks of 32.
+    """
     return random_config(
         31, layer_types=("kda", "mla", "kda", "mla"), first_k_dense_replace=1, attn_res_block_size=3,
-        num_experts=num_experts, num_experts_per_token=2, num_shared_experts=1, moe_intermediate_size=64,
+        num_experts=num_experts, num_experts_per_token=2, num_shared_experts=1, moe_intermediate_size=width,
         routed_expert_hidden_size=32, vocab_size=64, hidden_size=32, intermediate_size=48,
         kda_num_heads=8, kda_head_dim=8, kda_v_head_dim=12, num_attention_heads=8,
     )  # fmt: skip
 
 
 @functools.cache
-def params(num_experts: int = 20) -> Any:
-    """Float32 parameters on one device."""
-    c = config(num_experts)
-    return params_from_tensors(c, random_tensors(c, 31), "float32")
+def params(num_experts: int = 20, width: int = 64, dtype: str | None = "float32") -> Any:
+    """Parameters on one device."""
+    c = config(num_experts, width)
+    return params_from_tensors(c, random_tensors(c, 31), dtype)
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> np.ndarray:

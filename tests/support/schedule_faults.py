@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from k3jax.custom_calls.decode_megakernel.instructions import Access, Instruction, Op, Wait
+from k3jax.custom_calls.decode_megakernel.instructions import Access, Exchange, Instruction, Op, Wait
 from k3jax.custom_calls.decode_megakernel.order import arrivals
 from k3jax.custom_calls.decode_megakernel.schedule import Schedule
+from k3jax.custom_calls.decode_megakernel.segments import launched, segments
 from k3jax.custom_calls.decode_megakernel.shapes import Plan
 from k3jax.custom_calls.decode_megakernel.stages import Work, accesses, stage_groups
 
@@ -338,9 +339,114 @@ FAULTS: Mapping[str, Fault] = {
     "cache row of another layer": _access(
         "writes", lambda a: dataclasses.replace(a, buffer="token"), lambda a: a.buffer.startswith("cache.")
     ),
-    "exchange left out": _dropped(lambda i: i.op == Op.EXCHANGE),
     "counters miscounted": lambda s, rng: dataclasses.replace(s, counters=s.counters - 1),
     "SM with less shared memory": _replanned(shared_bytes=101_376),
     "SM with fewer registers": _replanned(registers=32_768),
     "target with fewer SMs": _replanned(sms=100),
 }
+
+
+# -- shares -------------------------------------------------------------------------------------
+
+
+def _exchange(ins: Instruction) -> bool:
+    return ins.op == Op.EXCHANGE and ins.layer > 0
+
+
+def _exchange_left_out(s: Schedule, rng: np.random.Generator) -> Schedule:
+    """All instructions of one exchange."""
+    at = pick(s, rng, lambda i: i.op == Op.EXCHANGE)
+    gone = s.instructions[at].signal
+    return refit(dataclasses.replace(s, instructions=tuple(i for i in s.instructions if i.signal != gone)))
+
+
+def _exchange_too_early(s: Schedule, rng: np.random.Generator) -> Schedule:
+    """An exchange before the stage whose results it takes, waits along with it."""
+    at = pick(s, rng, _exchange)
+    counter = s.instructions[at].signal
+    moved = [i for i in s.instructions if i.signal == counter]
+    producers = {w.counter for w in moved[0].waits}
+    rest = [i for i in s.instructions if i.signal != counter]
+    first = next(n for n, i in enumerate(rest) if i.signal in producers)
+    return dataclasses.replace(s, instructions=(*rest[:first], *moved, *rest[first:]))
+
+
+SHARE_FAULTS: Mapping[str, Fault] = {
+    "exchange left out": _exchange_left_out,
+    "a piece of an exchange left out": _dropped(lambda i: i.op == Op.EXCHANGE),
+    "exchange of the wrong layer": covering(_exchange, layer=lambda i: i.layer - 1),
+    "exchange of another kind": covering(
+        lambda i: _exchange(i) and i.c0 in (Exchange.ATTENTION, Exchange.FFN),
+        c0=lambda i: Exchange.ROUTED,
+        c1=lambda i: Exchange.ROUTED + 1,
+        g1=lambda i: i.g0 + (i.sm1 - i.sm0),
+    ),
+    "exchange before what it takes": _exchange_too_early,
+    "exchange not awaited": _unawaited(Op.RESIDUAL, Op.EXCHANGE),
+    "gathered latent not awaited": _unawaited(Op.EXPERT_IN, Op.EXCHANGE),
+    "sum of the routed results not awaited": _unawaited(Op.LATENT_UP, Op.EXCHANGE),
+    "given results not awaited": changed(_exchange, waits=lambda i: ()),
+    "end of a sublayer left out": _dropped(lambda i: i.op == Op.RESIDUAL),
+    "end of the wrong half": covering(
+        lambda i: i.op == Op.RESIDUAL and i.c0 == 1, c0=lambda i: 0, c1=lambda i: 1
+    ),
+    "given to the exchange after": _access(
+        "writes", lambda a: dataclasses.replace(a, version=a.version + 1), lambda a: a.buffer == "give"
+    ),
+    "taken from the exchange before": _access(
+        "reads", lambda a: dataclasses.replace(a, version=a.version - 1), lambda a: a.buffer == "take"
+    ),
+    "every expert's place not read": _access(
+        "reads", lambda a: None, lambda a: a.buffer.endswith("expert_place")
+    ),
+}
+"""Kinds of faults in the schedule of a rank's share."""
+
+SegmentFault = Callable[[Schedule, np.random.Generator], tuple[Instruction, ...]]
+
+
+def _listed(
+    suits: Callable[[Schedule, Instruction, Instruction], bool],
+    how: Callable[[Instruction, Instruction], Instruction],
+) -> SegmentFault:
+    """One instruction of the launched list changed; both functions get it as scheduled and as launched."""
+
+    def fault(s: Schedule, rng: np.random.Generator) -> tuple[Instruction, ...]:
+        out = list(launched(s))
+        found = [at for at, ins in enumerate(out) if suits(s, s.instructions[at], ins)]
+        at = found[int(rng.integers(len(found)))]
+        out[at] = how(s.instructions[at], out[at])
+        return tuple(out)
+
+    return fault
+
+
+def _one_segment_fewer(s: Schedule, rng: np.random.Generator) -> tuple[Instruction, ...]:
+    """A segment's instructions among those of the one before: an exchange comes too late."""
+    parts = segments(s)
+    n = int(rng.integers(1, len(parts)))
+    out = list(launched(s))
+    part, before = parts[n], parts[n - 1]
+    moved = out[before.last : part.first]
+    return tuple(out[: before.last] + out[part.first : part.last] + moved + out[part.last :])
+
+
+SEGMENT_FAULTS: Mapping[str, SegmentFault] = {
+    "a wait kept on an earlier segment's counter": _listed(
+        lambda s, a, b: a.op != Op.EXCHANGE and len(a.waits) > len(b.waits),
+        lambda a, b: dataclasses.replace(b, waits=a.waits),
+    ),
+    "a wait dropped within a segment": _listed(
+        lambda s, a, b: bool(b.waits), lambda a, b: dataclasses.replace(b, waits=b.waits[1:])
+    ),
+    "a wait for another counter": _listed(
+        lambda s, a, b: bool(b.waits),
+        lambda a, b: dataclasses.replace(b, waits=(Wait(b.signal, 1),)),
+    ),
+    "launched as another stage": _listed(
+        lambda s, a, b: a.op == Op.RESIDUAL, lambda a, b: dataclasses.replace(b, layer=b.layer + 1)
+    ),
+    "a segment without its exchange": _one_segment_fewer,
+    "an instruction that is not launched": lambda s, rng: launched(s)[:-1],
+}
+"""Kinds of faults in what the launches of a share run."""

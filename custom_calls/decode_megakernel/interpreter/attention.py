@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..shapes import SPLIT
-from .common import add_residual, f32, normed_input, rms_rows, sigmoid
+from .common import end_matrix, f32, normed_input, rms_rows, sigmoid
 from .machine import Piece
 
 
@@ -68,7 +68,7 @@ def _kda_unit(t: Piece, unit: int, head: int, b: int) -> tuple[np.ndarray, np.nd
 
 def kda_out(t: Piece) -> None:
     y = t.read_all("kda.y").reshape(t.plan.kda_heads, t.plan.B, t.plan.V)
-    add_residual(t, t.round(t.product(y.transpose(1, 0, 2).reshape(t.plan.B, -1))))
+    end_matrix(t, t.product(y.transpose(1, 0, 2).reshape(t.plan.B, -1)))
 
 
 def mla_in(t: Piece) -> None:
@@ -162,7 +162,7 @@ def mla_value(t: Piece) -> None:
 
 
 def mla_out(t: Piece) -> None:
-    add_residual(t, t.round(t.product(t.read_all("mla.y").T)))
+    end_matrix(t, t.product(t.read_all("mla.y").T))
 
 
 __all__ = [

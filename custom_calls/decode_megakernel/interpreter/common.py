@@ -59,7 +59,7 @@ def add_residual(t: Piece, out: np.ndarray) -> None:
         out: [B, 8 (g1 - g0)], the sublayer's output rounded.
     """
     p: Plan = t.plan
-    sub = sublayer(t.ins.op, t.ins.layer)
+    sub = sublayer(t.ins.op, t.ins.layer, t.ins.c0)
     lo, hi = t.columns(p.D)
     pre = out[:, : hi - lo]
     if not (sub % 2 == 0 and p.config.starts_block(t.ins.layer)):
@@ -75,6 +75,19 @@ def add_residual(t: Piece, out: np.ndarray) -> None:
     t.write("score", t.sm, score)
 
 
+def end_matrix(t: Piece, out: np.ndarray) -> None:
+    """What becomes of the last product of a sublayer: its end, or in a share a part of the ranks' sum.
+
+    Args:
+        out: float32 [B, 8 (g1 - g0)], not rounded.
+    """
+    if t.plan.ways == 1:
+        add_residual(t, t.round(out))
+        return
+    lo, hi = t.columns(t.plan.D)
+    t.write("give", lo, out.T[: hi - lo])
+
+
 def situ(t: Piece, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     """SiTU of rounded gate and up, rounded."""
     beta = np.float32(t.plan.config.activation_situ_beta)
@@ -83,4 +96,4 @@ def situ(t: Piece, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return t.round(beta * np.tanh(g / beta) * sigmoid(g) * (linear * np.tanh(u / linear)))
 
 
-__all__ = ["add_residual", "f32", "normed_input", "rms_rows", "sigmoid", "situ"]
+__all__ = ["add_residual", "end_matrix", "f32", "normed_input", "rms_rows", "sigmoid", "situ"]

@@ -5,13 +5,22 @@ from __future__ import annotations
 import numpy as np
 
 from ..stages import sublayer
-from .common import f32, normed_input
+from .common import add_residual, f32, normed_input
 from .machine import Piece
 
 
 def embed(t: Piece) -> None:
     lo, hi = t.columns(t.plan.D)
+    if t.plan.ways > 1:
+        t.write("pre.0", lo, t.round(t.read("take", lo, hi)))
+        return
     t.write("pre.0", lo, f32(t.m.weights.params["embed_tokens"][t.rows.tokens, lo:hi]).T)
+
+
+def residual(t: Piece) -> None:
+    """The end of a sublayer of a share, on this piece's columns of the ranks' sum."""
+    lo, hi = t.columns(t.plan.D)
+    add_residual(t, t.round(t.read("take", lo, hi).T))
 
 
 def mix(t: Piece) -> None:
@@ -56,4 +65,4 @@ def finish(t: Piece) -> None:
     t.write("status", 0, (t.read_all("status").astype(np.int64) | t.rows.bits).astype(np.float64))
 
 
-__all__ = ["embed", "finish", "lm_head", "mix"]
+__all__ = ["embed", "finish", "lm_head", "mix", "residual"]

@@ -9,7 +9,7 @@ import numpy as np
 from k3jax.quant import BLOCK, CODE_VALUES, MXFP4
 
 from ..shapes import ROW_GROUP, groups_of
-from .common import add_residual, f32, normed_input, rms_rows, sigmoid, situ
+from .common import add_residual, end_matrix, f32, normed_input, rms_rows, sigmoid, situ
 from .machine import Piece
 
 _CODES = np.array([*CODE_VALUES, *(-v for v in CODE_VALUES)], np.float32)
@@ -24,7 +24,7 @@ def gate_up(t: Piece) -> None:
 
 
 def dense_down(t: Piece) -> None:
-    add_residual(t, t.round(t.product(t.read_all("act.dense").T)))
+    end_matrix(t, t.product(t.read_all("act.dense").T))
 
 
 def shared_down(t: Piece) -> None:
@@ -44,7 +44,10 @@ def router(t: Piece) -> None:
 
 
 def route(t: Piece) -> None:
-    """Choose experts of every row that runs, and number the distinct ones in ascending order."""
+    """Choose experts of every row that runs, and number the distinct ones in ascending order.
+
+    A share numbers those that it serves itself, by their places on the rank.
+    """
     p, c = t.plan, t.plan.config
     score = sigmoid(t.read_all("rlogit").T)
     order = score + f32(t.layer["block_sparse_moe"]["e_score_correction_bias"])
@@ -54,21 +57,27 @@ def route(t: Piece) -> None:
         weight = weight / (weight.sum(axis=-1, keepdims=True) + np.float32(1e-20))
     weight = weight * np.float32(c.routed_scaling_factor)
     weight = np.where(np.isnan(score).any(axis=-1, keepdims=True), np.float32(np.nan), weight)
-    t.m.slots = sorted(set(ids[t.rows.run].ravel().tolist()))
-    record = np.full((1, p.B, p.A + 1, 2), np.nan, np.float32)
+    here = ids
+    if p.ways > 1:
+        place = np.asarray(t.layer["block_sparse_moe"]["place"])[: p.B]
+        here = np.take_along_axis(place, ids, axis=-1)
+    t.m.slots = sorted(set(here[t.rows.run].ravel().tolist()) - {-1})
+    record = np.full((1, p.B, p.A + 1, 2 if p.ways == 1 else 3), np.nan, np.float32)
     record[0, :, : p.A, 0], record[0, :, : p.A, 1] = ids, weight
+    if p.ways > 1:
+        record[0, :, : p.A, 2] = here
     record[0, :, p.A, 0] = len(t.m.slots)
     t.write("route", 0, record)
 
 
 def latent_down(t: Piece) -> None:
     lo, hi = t.columns(t.plan.latent_rows)
-    t.write("latent", lo, t.round(t.product(normed_input(t))).T[: hi - lo])
+    t.write("latent" if t.plan.ways == 1 else "give", lo, t.round(t.product(normed_input(t))).T[: hi - lo])
 
 
 def _ids(t: Piece) -> np.ndarray:
-    """int [B, A]; -1 in rows that do not run."""
-    ids = t.read_all("route")[0, :, : t.plan.A, 0].astype(np.int64)
+    """int [B, A], of a share places on the rank; -1 in rows that do not run and for other ranks' experts."""
+    ids = t.read_all("route")[0, :, : t.plan.A, 0 if t.plan.ways == 1 else 2].astype(np.int64)
     return np.where(t.rows.run[:, None], ids, -1)
 
 
@@ -113,7 +122,7 @@ def _units(y: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 def expert_in(t: Piece) -> None:
     p, experts = t.plan, t.layer["block_sparse_moe"]["experts"]
-    groups, ids, latent = groups_of(p.F), _ids(t), t.read_all("latent").T
+    groups, ids, latent = groups_of(p.F), _ids(t), t.read_all("latent" if p.ways == 1 else "take").T
     for slot, first, end in _slot_runs(t, groups):
         expert = t.m.slots[slot]
         lo, hi = first * ROW_GROUP, end * ROW_GROUP
@@ -135,17 +144,23 @@ def expert_out(t: Piece) -> None:
 
 
 def combine(t: Piece) -> None:
-    """Weighted sum over ranks in the order of rank: no row's sum depends on other rows' experts."""
+    """Weighted sum over ranks in the order of rank: no row's sum depends on other rows' experts.
+
+    A share's is over its own experts (or its part of their widths), and not rounded.
+    """
     p = t.plan
     groups, ids = groups_of(p.L), _ids(t)
     weight = t.read_all("route")[0, :, : p.A, 1]
-    lo, hi = t.columns(p.latent_rows)
+    lo, hi = t.columns(p.L)
     total = np.zeros((p.B, hi - lo), np.float32)
     for b in np.flatnonzero(t.rows.run):
-        for a in range(p.A):
+        for a in np.flatnonzero(ids[b] >= 0):
             at = t.m.slots.index(int(ids[b, a])) * groups
             y = t.read("ey", at + t.g0, at + t.g1)[:, :, b].reshape(-1)[: hi - lo]
             total[b] += weight[b, a] * y
+    if p.ways > 1:
+        t.write("give", lo, total.T)
+        return
     total = t.round(total)
     t.write("comb", lo, total.T)
     t.write("comb.ssq", t.sm, np.sum(total * total, axis=-1)[None])
@@ -153,10 +168,16 @@ def combine(t: Piece) -> None:
 
 def latent_up(t: Piece) -> None:
     p, moe = t.plan, t.layer["block_sparse_moe"]
-    mean = t.read_all("comb.ssq").sum(axis=0) / np.float32(p.L)
-    x = rms_rows(t, t.read_all("comb").T, moe["routed_expert_norm"], p.config.rms_norm_eps, mean)
     shared = "shared.1" if t.declares_read("shared.1") else "shared.0"
     other = t.read(shared, t.g0, t.g1).reshape(-1, p.B).T
+    if p.ways > 1:  # one sum over the ranks for both, rounded once
+        total = t.round(t.read_all("take").T)
+        x = rms_rows(t, total, moe["routed_expert_norm"], p.config.rms_norm_eps)
+        first = t.m.rank * p.latent_rows
+        end_matrix(t, t.product(x[:, first : first + p.latent_rows]) + other)
+        return
+    mean = t.read_all("comb.ssq").sum(axis=0) / np.float32(p.L)
+    x = rms_rows(t, t.read_all("comb").T, moe["routed_expert_norm"], p.config.rms_norm_eps, mean)
     add_residual(t, t.round(t.round(t.product(x)) + t.round(other)))
 
 

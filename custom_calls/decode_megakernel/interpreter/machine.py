@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,35 +58,41 @@ class Machine:
     """A schedule being executed.
 
     Args:
-        schedule: of one rank alone (``ways`` 1).
-        weights, rows: operands.
+        schedule: of a whole model, or of a rank's share, which runs segment by segment.
+        weights, rows: operands; a share's are the rank's own.
         seed: which of the legal orders; None is SM after SM as far as each can go.
-
-    Raises:
-        NotImplementedError: a rank's share: its peers' parts of the latent are not here.
+        rank: of a share.
     """
 
-    def __init__(self, schedule: Schedule, weights: Weights, rows: Rows, seed: int | None = None):
-        if schedule.plan.ways != 1:
-            raise NotImplementedError(
-                f"plan.ways: the interpreter runs whole models (1), got {schedule.plan.ways}: "
-                "a rank's share needs its peers' parts of the latent"
-            )
-        self.schedule, self.weights, self.rows = schedule, weights, rows
+    def __init__(
+        self, schedule: Schedule, weights: Weights, rows: Rows, seed: int | None = None, rank: int = 0
+    ):
+        self.schedule, self.weights, self.rows, self.rank = schedule, weights, rows, rank
         self.memory = Memory(schedule)
         self.rng = None if seed is None else np.random.default_rng(seed)
         self.slots: list[int] = []
-        """Expert ids of the slots in use, from the latest ROUTE."""
+        """Expert of each slot in use, from the latest ROUTE: its id, in a share its place on the rank."""
 
-    def execute(self) -> None:
+    def execute(self, instructions: Sequence[Instruction] | None = None) -> None:
         """Run every SM to the end of its program.
+
+        Args:
+            instructions: one launch's part of a share's list (:func:`..segments.launched`); default the
+                whole list.
 
         Raises:
             DeadlockError: names the SMs that wait and for what.
+            NotImplementedError: a share's whole list, in which the ranks exchange.
         """
         from .stages import run_piece
 
-        instructions = self.schedule.instructions
+        if instructions is None:
+            if self.schedule.plan.ways != 1:
+                raise NotImplementedError(
+                    f"plan.ways: a share of {self.schedule.plan.ways} exchanges with its peers between "
+                    "segments; give the instructions of one"
+                )
+            instructions = self.schedule.instructions
         program = programs(instructions, self.schedule.plan.sms)
         value = [0] * self.schedule.counters
         position = [0] * len(program)

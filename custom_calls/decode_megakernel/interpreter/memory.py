@@ -34,7 +34,7 @@ def _inner_shapes(p: Plan) -> dict[str, tuple[int, ...]]:
         "S": (p.V, p.K),
         "conv": (taps, 2 * p.K + p.V),
         "cache": (p.C + p.R,),
-        "route": (p.B, p.A + 1, 2),
+        "route": (p.B, p.A + 1, 2 if p.ways == 1 else 3),
     }
 
 
@@ -42,7 +42,8 @@ class Memory:
     """Values of all buffers but the weights, with the lifetime each holds.
 
     Numbers are float32, already rounded to what the buffer stores; NaN is "not written". ``route``
-    holds (expert id, weight) per row and rank and, at rank A, how many slots are in use.
+    holds (expert id, weight) per row and rank and, at rank A, how many slots are in use; in a share also
+    the expert's place on the rank, -1 for an expert that another rank serves.
     """
 
     def __init__(self, schedule: Schedule):

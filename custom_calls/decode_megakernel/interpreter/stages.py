@@ -11,7 +11,7 @@ from .machine import Piece
 _RUN: Mapping[Op, Callable[[Piece], None]] = {
     op: getattr(module, op.name.lower())
     for module, ops in (
-        (ends, (Op.EMBED, Op.MIX, Op.LM_HEAD, Op.FINISH)),
+        (ends, (Op.EMBED, Op.MIX, Op.LM_HEAD, Op.FINISH, Op.RESIDUAL)),
         (attention, tuple(op for op in Op if op.name.startswith(("KDA", "MLA")))),
         (ffn, tuple(op for op in Op if Op.ROUTER <= op <= Op.DENSE_DOWN and op != Op.EXCHANGE)),
     )

@@ -72,14 +72,12 @@ def interpret(
     machine = Machine(schedule, weights, rows, seed)
     memory = machine.memory
     for i, layer in enumerate(state.layers):
-        if "S" in layer:
-            S = np.asarray(layer["S"]).transpose(1, 0, 2, 3)
-            memory.load_state(f"S.{i}", S.reshape(-1, plan.V, plan.K))
-            memory.load_state(f"conv.{i}", _conv_units(np.asarray(layer["conv"]), plan))
+        load_layer(machine, i, layer)
     memory.load_state("lengths", state.lengths)
     memory.load_state("status", state.status)
     machine.execute()
-    layers = tuple(_new_layer(machine, i, layer, rows) for i, layer in enumerate(state.layers))
+    lengths = np.asarray(state.lengths)
+    layers = tuple(new_layer(machine, i, layer, lengths) for i, layer in enumerate(state.layers))
     values = memory.values
     new = State(
         layers,
@@ -90,16 +88,30 @@ def interpret(
     return values["logits"].T.copy(), new, values["token"].astype(np.int32)
 
 
-def _new_layer(machine: Machine, i: int, layer: Any, rows: Rows) -> dict[str, np.ndarray]:
+def load_layer(machine: Machine, i: int, layer: Any) -> None:
+    """The state of a KDA layer to memory; a latent cache is an input, see :class:`.machine.Rows`."""
+    if "S" not in layer:
+        return
+    plan, memory = machine.schedule.plan, machine.memory
+    S = np.asarray(layer["S"]).transpose(1, 0, 2, 3)
+    memory.load_state(f"S.{i}", S.reshape(-1, plan.V, plan.K))
+    memory.load_state(f"conv.{i}", _conv_units(np.asarray(layer["conv"]), plan))
+
+
+def new_layer(machine: Machine, i: int, layer: Any, lengths: np.ndarray) -> dict[str, np.ndarray]:
+    """A layer's state after the step, from memory.
+
+    Args:
+        lengths: int [B], before the step: where the rows' tokens go in the cache.
+    """
     plan, values = machine.schedule.plan, machine.memory.values
     if "S" in layer:
         S = values[f"S.{i}"].reshape(plan.kda_heads, plan.B, plan.V, plan.K).transpose(1, 0, 2, 3)
         conv = _conv_channels(values[f"conv.{i}"], plan)
         return {"S": np.ascontiguousarray(S), "conv": conv.astype(np.asarray(layer["conv"]).dtype)}
     cache = np.array(layer["cache"])
-    lengths = values["lengths"].astype(np.int64)
-    for b in np.flatnonzero(rows.run):
-        cache[b, lengths[b] - 1] = values[f"cache.{i}"][b].astype(cache.dtype)
+    for b in np.flatnonzero(machine.rows.run):
+        cache[b, int(lengths[b])] = values[f"cache.{i}"][b].astype(cache.dtype)
     return {"cache": cache}
 
 
@@ -135,4 +147,4 @@ def decode_step(
     return jax.pure_callback(host, out, params, state, tokens, active)
 
 
-__all__ = ["INTERPRETED_SMS", "decode_step", "interpret", "rows_of"]
+__all__ = ["INTERPRETED_SMS", "decode_step", "interpret", "load_layer", "new_layer", "rows_of"]

@@ -15,6 +15,8 @@ KDA_WIDTH = 128
 """Key and value channels of a KDA head."""
 MOST_RESIDENT = 112
 """Registers a lane of an input vector that stays in them: 7,168 columns."""
+MOST_PEERS = 32
+"""Ranks that exchange in the kernel: one thread of a warp waits for each."""
 MOST_SMS = 1024
 """Blocks that the int32 arithmetic of the parts of a stage is safe for, by far."""
 
@@ -36,6 +38,11 @@ def _target(p: Plan) -> Iterator[str]:
     need = shared_bytes(p)
     if need > p.target.shared_bytes:
         yield f"shared memory: a block takes {need} bytes, {p.target.name} has {p.target.shared_bytes}"
+
+
+def _peers(p: Plan) -> Iterator[str]:
+    if p.peers and p.ways > MOST_PEERS:
+        yield f"ways: at most {MOST_PEERS} ranks exchange in the kernel, a lane of a warp each, got {p.ways}"
 
 
 def _columns(p: Plan) -> Iterator[str]:
@@ -96,6 +103,7 @@ def reasons(plan: Plan) -> tuple[str, ...]:
     """
     return (
         *_target(plan),
+        *_peers(plan),
         *_columns(plan),
         *_mixtures(plan),
         *_kda(plan),

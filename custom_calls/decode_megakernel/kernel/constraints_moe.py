@@ -41,11 +41,6 @@ def reasons(plan: Plan) -> list[str]:
             f"routed_expert_hidden_size: a rank's latent columns come in groups of {ROW_GROUP}, "
             f"got {p.latent_rows}"
         )
-    if p.ways > 1:
-        out.append(
-            f"ways: the exchange of latent columns between {p.ways} ranks is not part of the kernel; "
-            "COMBINE takes the first columns of its own experts' results as the rank's share"
-        )
     return out
 
 

@@ -10,6 +10,7 @@ from .context import Record
 from .flow import fetch
 from .stages.attend import mla_attend, mla_row
 from .stages.combine import combine
+from .stages.exchange import exchange
 from .stages.experts import expert_in, expert_out
 from .stages.kda import kda_step
 from .stages.mixture import embed, finish, mix
@@ -17,6 +18,7 @@ from .stages.narrow import kda_decay, mla_absorb, mla_value
 from .stages.resident import is_normed, mla_query, normed_stages
 from .stages.residual import residual_stage
 from .stages.route import route
+from .stages.share import residual
 
 RESIDUAL = (Op.KDA_OUT, Op.MLA_OUT, Op.SHARED_DOWN, Op.LATENT_UP, Op.DENSE_DOWN)
 ALWAYS = {Op.EMBED: embed, Op.MIX: mix, Op.FINISH: finish, **dict.fromkeys(RESIDUAL, residual_stage)}
@@ -29,14 +31,15 @@ MLA = {
     Op.MLA_VALUE: mla_value,
 }
 MOE = {Op.ROUTE: route, Op.EXPERT_IN: expert_in, Op.EXPERT_OUT: expert_out, Op.COMBINE: combine}
-WITHOUT_TILES = (embed, mix, finish, mla_row, route, combine)
+WITHOUT_TILES = (embed, mix, finish, mla_row, route, combine, residual, exchange)
 """Stages that take nothing from the ring."""
 
 
 def stages_of(p):
     """(codes, stage) of every stage of the plan but the normed ones."""
     c = p.config
-    table = dict(ALWAYS)
+    table = dict(ALWAYS) | ({Op.RESIDUAL: residual} if p.ways > 1 else {})
+    table |= {Op.EXCHANGE: exchange} if p.peers else {}
     table |= KDA if c.num_kda_layers else {}
     table |= MLA if c.num_mla_layers else {}
     table |= MOE if c.num_moe_layers else {}

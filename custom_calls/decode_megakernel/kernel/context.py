@@ -7,7 +7,7 @@ from cutlass import Int32, Int64, cute
 from ..shapes import Plan
 from . import geometry as g
 from .geometry import Geometry
-from .ptx import from_lane, load_shared, smem
+from .ptx import from_lane, load, load_shared, smem
 
 # Offsets inside the small region of shared memory.
 FULL_AT, EMPTY_AT, ROUTED_AT, FREE_AT = 0, 64, 128, 136
@@ -35,6 +35,9 @@ class Context(Fixed):
         base: shared-memory address of the ring; ``scratch``, ``small`` of the two other regions.
         work: address of the workspace.
         packed: addresses of the packed operands by name; ``inputs`` of the others.
+        take, give, rank: of a share, what the exchange before this launch left, what goes to the one behind
+            it, and which of the ranks this is; ``peers``, of one that exchanges itself, the addresses of all
+            ranks' mailboxes.
     """
 
     p: Plan
@@ -58,6 +61,26 @@ class Context(Fixed):
         for n in field.shape:
             size //= n
         return self.at(name) + Int64((b * field.shape[-1] + column) * size)
+
+    def embedded(self, b, column):
+        """Address of ``[b, column]`` of the rows that the ranks looked up together, float32."""
+        return self.take + Int64((b * self.p.exchanged + column) * 4)
+
+    def taken(self, b, column):
+        """Address of ``[b, column]`` of what the exchange left, float32."""
+        return self.row("take", b, column) if self.p.peers else self.embedded(b, column)
+
+    def given(self, b, column):
+        """Address of ``[b, column]`` of what this rank gives, float32."""
+        if self.p.peers:
+            return self.row("give", b, column)
+        return self.give + Int64((b * self.p.exchanged + column) * 4)
+
+    def mailbox(self, rank):
+        """Address of a rank's mailbox."""
+        words = self.peers + Int64(rank) * 8
+        low, high = load(words, Int32), load(words + 4, Int32)
+        return (Int64(high) << 32) | (Int64(low) & Int64(0xFFFFFFFF))
 
     def stacked(self, name, place, index=0):
         """Address of element ``index`` of entry ``place`` of a packed vector operand."""

@@ -29,7 +29,7 @@ from .geometry import Geometry
 from .produce import produce
 from .ptx import evict_first, load, select_int, store, store_shared
 
-_BYTES = {"bfloat16": 2, "float32": 4}
+_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
 
 
 def _address(tensor):
@@ -123,8 +123,17 @@ def step(fixed: dict, moving: dict, results: dict, geo: Constexpr):
     bank = work + Int64(geo.offset("counters"))
     bank = bank + Int64((epoch & 1) * (4 * COUNTER_WORDS * geo.schedule.counters))
     limit = load(_address(operands["max_length"]), Int32)
+    if cutlass.const_expr(geo.plan.ways > 1):
+        own = {"take": _address(operands["take"]), "rank": load(_address(operands["rank"]), Int32)}
+        if cutlass.const_expr(geo.plan.peers):
+            own["peers"] = _address(operands["peers"])
+        else:
+            own["give"] = _address(results["give"])
+    else:
+        own = {"embed": _address(operands["embed"])}
     t = Context(
         geo,
+        **own,
         sm=sm,
         tid=tid,
         warp=warp,
@@ -134,7 +143,6 @@ def step(fixed: dict, moving: dict, results: dict, geo: Constexpr):
         epoch=epoch,
         bank=bank,
         packed=_packed_vectors(geo, operands),
-        embed=_address(operands["embed"]),
         lengths=_address(operands["lengths"]),
         status=_address(operands["status"]),
         fault=_address(operands["fault"]),

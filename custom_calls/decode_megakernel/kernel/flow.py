@@ -67,13 +67,18 @@ def poll(t, op, layer, index, target, patience=1):
     Once a step is given up no wait blocks any more and no row runs: stages go on over meaningless
     numbers, in bounds, and touch no state, until the kernel ends.
     """
-    address = gmem(counter(t, index), Int32)
-    value = cute.arch.load(address, Int32, sem="acquire", scope="gpu")
+    poll_at(t, op, layer, index, gmem(counter(t, index), Int32), target, "gpu")
+
+
+@cute.jit
+def poll_at(t, op, layer, index, address, target, scope: cutlass.Constexpr):
+    """As :func:`poll`, for any word that only grows; ``index`` is what the fault record names."""
+    value = cute.arch.load(address, Int32, sem="acquire", scope=scope)
     spins = Int32(0)
     dead = load_shared(t.small + DEAD_AT, Int32)
     while (value < target) & (dead == 0):
         sleep(Int32(20))
-        value = cute.arch.load(address, Int32, sem="acquire", scope="gpu")
+        value = cute.arch.load(address, Int32, sem="acquire", scope=scope)
         spins += 1
         if spins % CHECK_EVERY == 0:
             dead = cute.arch.load(gmem(t.fault, Int32), Int32, sem="relaxed", scope="gpu")
@@ -186,6 +191,7 @@ __all__ = [
     "fetch",
     "issue",
     "open_tile",
+    "poll_at",
     "release",
     "signal",
     "stage_address",

@@ -46,6 +46,8 @@ WAITS = 10
 PER, SUB, SNAPSHOTS, START, MATRIX, TILE_BYTES, CHUNKS, STRIDE, BLOCKS, ORDER, PIECE, COLUMNS, STACK = range(
     19, 32
 )
+TURN = COLUMNS
+"""Of EXPERT_IN in a share: which turn of this launch it is at the barriers of the experts' ids, mod 2."""
 BY_GROUP, BY_CHUNK, BY_PIECE = 0, 1, 2
 """ORDER: tiles group after group, chunk after chunk, or several whole groups in one copy."""
 

@@ -119,6 +119,13 @@ def cache(t, record, k):
     return k
 
 
+def turn_of(t, record):
+    """Parity of the barriers of the experts' ids: LatentMoE layers before this one in the launch, mod 2."""
+    if t.p.ways > 1:
+        return record[g.TURN]
+    return record[g.STACK] & 1
+
+
 @cute.jit
 def routed(t, record):
     """Wait for ROUTE, and leave the slots in use and their experts to both sides of this SM.
@@ -126,7 +133,7 @@ def routed(t, record):
     The ids go through shared memory so that both sides agree even when the step is given up.
     """
     op, layer, index, target = record[0], record[1], record[g.WAITS + 1], record[g.WAITS + 2]
-    turn = record[g.STACK] & 1
+    turn = turn_of(t, record)
     if t.lane == 0:
         # The ids of the layer before may still be in use.
         cute.arch.mbarrier_wait(t.barrier(FREE_AT), turn ^ 1)
@@ -141,7 +148,7 @@ def routed(t, record):
     i = Int32(t.lane)
     while i < count:
         expert = load(t.at("route.slots") + Int64(i) * 4, Int32)
-        store_shared(t.slots + 4 * i, Int32, cutlass.max(cutlass.min(expert, Int32(t.p.E - 1)), Int32(0)))
+        store_shared(t.slots + 4 * i, Int32, cutlass.max(cutlass.min(expert, Int32(t.p.held - 1)), Int32(0)))
         i += 32
     if t.lane == 0:
         store_shared(t.small + COUNT_AT, Int32, count)
@@ -203,4 +210,4 @@ def expert_out(t, record, k):
     return k
 
 
-__all__ = ["produce", "span"]
+__all__ = ["produce", "span", "turn_of"]

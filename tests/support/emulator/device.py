@@ -95,6 +95,7 @@ class Device:
         stages: (first byte, bytes) of shared memory that a barrier guards, by the barrier's address: once it
             expects a new tile, nothing of the tile before may be used.
         flags: words of shared memory that are not watched for races, see :class:`.memory.Shared`.
+        grid: blocks of one grid, if several run at once; default all.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Device:
         seed: int | None = None,
         stages: Mapping[int, tuple[int, int]] | None = None,
         flags: Collection[int] = (),
+        grid: int | None = None,
     ):
         self.memory = memory
         self.scheduler = Scheduler(seed)
@@ -119,6 +121,7 @@ class Device:
             for b in range(blocks)
         ]
         self.threads, self.consumers, self.shared_bytes = threads, consumers, shared_bytes
+        self.grid = blocks if grid is None else grid
         self._copies: list[tuple[Any, ...]] = []
         self._copier = Event("a copy to be issued")
         self._running = blocks * threads

@@ -108,6 +108,10 @@ class Modules:
             del sem, scope
             return device().memory.get(pointer.address, ty)[0]
 
+        def store(pointer: Pointer, value: Any, *, sem: str, scope: str) -> None:
+            del sem, scope
+            device().memory.put(pointer.address, pointer.ty, [value])
+
         def red(pointer: Pointer, value: Any, *, op: str, dtype: str, sem: str, scope: str) -> None:
             del op, dtype, sem, scope
             old = device().memory.get(pointer.address, Int32)[0]
@@ -135,6 +139,7 @@ class Modules:
 
         return {
             "load": load,
+            "store": store,
             "red": red,
             "atomic_cas": atomic_cas,
             "atomic_or": atomic_or,
@@ -160,7 +165,7 @@ class Modules:
             ),
             "mbarrier_wait": lambda pointer, parity: device().mbarrier_wait(pointer.address, parity),
             "thread_idx": lambda: (Int32(device().me.tid), Int32(0), Int32(0)),
-            "block_idx": lambda: (Int32(device().me.block.number), Int32(0), Int32(0)),
+            "block_idx": lambda: (Int32(device().me.block.number % device().grid), Int32(0), Int32(0)),
             "warp_idx": lambda: Int32(device().me.tid // 32),
             "lane_idx": lambda: Int32(device().me.lane),
         }

@@ -10,7 +10,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -116,20 +116,46 @@ class Kernel:
             operands: numpy arrays, the tree of ``abstract_operands``.
             seed: order of the threads, see :class:`.fibers.Scheduler`.
         """
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(operands))
+        return self.launch_ranks(geometry, [operands], seed)[0]
+
+    def launch_ranks(
+        self,
+        geometry: Geometry,
+        operands: Sequence[Mapping[str, Any]],
+        seed: int | None = None,
+        mailboxes: Sequence[np.ndarray] = (),
+    ) -> list[dict[str, Any]]:
+        """As :meth:`launch`, of several ranks at once, each on SMs of its own; they share global memory.
+
+        Args:
+            mailboxes: int32, one of each rank, updated in place; the operand ``peers`` is made of where
+                they lie.
+        """
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(operands[0]))
         fresh = {
             name: _poison(leaf)
             for name, leaf in abstract_results(geometry.plan, shapes).items()
             if name not in _operands.ALIASED
         }
-        leaves = jax.tree.leaves((operands, fresh))
+        leaves = jax.tree.leaves((operands, [fresh] * len(operands), list(mailboxes)))
         memory = Global(sum(x.nbytes + 8192 for x in leaves) + 8192)
-        placed = jax.tree_util.tree_map_with_path(
-            lambda path, x: Operand(memory.place(jax.tree_util.keystr(path), x), x.shape), dict(operands)
-        )
-        new = {name: Operand(memory.place(name, x), x.shape) for name, x in fresh.items()}
-        moving = {name: placed[name] for name in _operands.ALIASED}
-        fixed = {name: placed[name] for name in placed if name not in _operands.ALIASED}
+        boxes = [memory.place(f"mailbox {rank}", box) for rank, box in enumerate(mailboxes)]
+        peers = {"peers": np.array([[box & 0xFFFFFFFF, box >> 32] for box in boxes], np.int32)}
+        placed: list[dict[str, Any]] = []
+        new: list[dict[str, Operand]] = []
+        for rank, tree in enumerate(operands):
+            named = dict(tree) | (peers if boxes else {})
+            placed.append(
+                jax.tree_util.tree_map_with_path(
+                    lambda path, x, rank=rank: Operand(
+                        memory.place(f"rank {rank}: {jax.tree_util.keystr(path)}", x), x.shape
+                    ),
+                    named,
+                )
+            )
+            new.append(
+                {name: Operand(memory.place(f"rank {rank}: {name}", x), x.shape) for name, x in fresh.items()}
+            )
         stages = {
             geometry.small_at + self.context.FULL_AT + 8 * i: (i * RING_STAGE_BYTES, RING_STAGE_BYTES)
             for i in range(RING_STAGES)
@@ -138,16 +164,33 @@ class Kernel:
         # A step that is given up says so in these, from any thread, and only once.
         flags = [geometry.small_at + self.context.DEAD_AT]
         flags += [geometry.small_at + self.context.RUN_AT + 4 * b for b in range(geometry.plan.B)]
-        device = Device(memory, geometry.plan.sms, THREADS, CONSUMERS, shared_bytes, seed, stages, flags)
+        sms = geometry.plan.sms
+        blocks = sms * len(operands)
+        device = Device(memory, blocks, THREADS, CONSUMERS, shared_bytes, seed, stages, flags, sms)
         self.modules.device = device
-        device.run(lambda: self.entry.step(fixed, moving, new, geometry))
+
+        def body() -> None:
+            rank = device.me.block.number // sms
+            moving = {name: placed[rank][name] for name in _operands.ALIASED}
+            fixed = {name: leaf for name, leaf in placed[rank].items() if name not in _operands.ALIASED}
+            self.entry.step(fixed, moving, new[rank], geometry)
+
+        device.run(body)
 
         def back(operand: Any, like: Any) -> np.ndarray:
             data = memory.bytes[operand.address : operand.address + like.nbytes]
             return data.view(like.dtype).reshape(like.shape).copy()
 
-        out = {name: jax.tree.map(back, moving[name], operands[name], is_leaf=_is_operand) for name in moving}
-        return out | {name: back(new[name], fresh[name]) for name in new}
+        for box, address in zip(mailboxes, boxes, strict=True):
+            box[...] = memory.bytes[address : address + box.nbytes].view(box.dtype)
+        outs = []
+        for rank, tree in enumerate(operands):
+            moved = {
+                name: jax.tree.map(back, placed[rank][name], tree[name], is_leaf=_is_operand)
+                for name in _operands.ALIASED
+            }
+            outs.append(moved | {name: back(new[rank][name], fresh[name]) for name in new[rank]})
+        return outs
 
 
 def _is_operand(x: Any) -> bool:
@@ -163,13 +206,20 @@ def _poison(leaf: Any) -> np.ndarray:
 
 
 def operands_of(
-    schedule: Schedule, tables: Any, params: Mapping[str, Any], state: Any, tokens: Any, active: Any
+    schedule: Schedule,
+    tables: Any,
+    params: Mapping[str, Any],
+    state: Any,
+    tokens: Any,
+    active: Any,
+    rank: int = 0,
 ) -> dict[str, Any]:
-    """The operands of a step as numpy arrays; the workspace is NaN but for its counters.
+    """The operands of a step, or of a share's first segment, as numpy arrays; the workspace is NaN but for
+    its counters.
 
     Args:
-        tables: ``kernel.tables.kernel_tables`` of the schedule.
-        params: numpy tree; state: a State of numpy arrays.
+        tables: ``kernel.tables.kernel_tables`` of the schedule, of a share ``segment_tables``.
+        params: numpy tree; state: a State of numpy arrays; of a share the rank's own.
     """
     p = schedule.plan
     packed = {}
@@ -187,10 +237,16 @@ def operands_of(
         for layer in params["layers"]
         if "block_sparse_moe" in layer
     )
+    if p.ways > 1:
+        take = np.full((p.B, p.exchanged), np.nan, np.float32)
+        own = {"take": take, "rank": np.array([rank], np.int32)}
+        own |= {"peers": np.zeros((p.ways, 2), np.int32)} if p.peers else {}
+    else:
+        own = {"embed": params["embed_tokens"]}
     out = {
         "packed": packed,
         "experts": experts,
-        "embed": params["embed_tokens"],
+        **own,
         "state": tuple({name: np.asarray(x) for name, x in layer.items()} for layer in state.layers),
         "lengths": np.asarray(state.lengths, np.int32),
         "status": np.asarray(state.status, np.int32),
@@ -202,7 +258,7 @@ def operands_of(
         "max_length": np.array([state.max_length], np.int32),
         "records": tables.records,
         "program": tables.program,
-        "starts": tables.starts,
+        "starts": tables.starts if tables.starts.ndim == 1 else tables.starts[0],
     }
     rows = next((s["cache"].shape[1] for s in out["state"] if "cache" in s), 0)
     want = abstract_operands(p, schedule.counters, len(tables.records), len(tables.program), rows)

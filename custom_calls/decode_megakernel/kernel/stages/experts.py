@@ -34,7 +34,7 @@ from ...shapes import groups_of
 from .. import geometry as g
 from ..context import FREE_AT, ROUTED_AT
 from ..flow import release, signal, take, wait
-from ..produce import span
+from ..produce import span, turn_of
 from ..ptx import (
     bits_to_float,
     from_lane,
@@ -55,6 +55,7 @@ from ..ptx import (
     store_bf16,
 )
 from .resident import situ
+from .vector import load8_rounded
 
 STEP = 128
 """Columns that a warp multiplies at a time: 32 of each of the four lanes of a row."""
@@ -77,8 +78,19 @@ def registers_of(columns):
 
 
 @cute.jit
-def load_tokens(t, x, source, row_bytes: cutlass.Constexpr, columns: cutlass.Constexpr):
-    """bf16 rows ``[B, columns]`` at ``source`` to registers as they are, zeros outside."""
+def load_tokens(
+    t,
+    x,
+    source,
+    row_bytes: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+    floats: cutlass.Constexpr = False,
+):
+    """bf16 rows ``[B, columns]`` at ``source`` to registers as they are, zeros outside.
+
+    Args:
+        floats: the rows are float32 of bf16 numbers.
+    """
     blocks = columns // 32
     token, piece = t.lane >> 2, t.lane & 3
     for j in cutlass.range_constexpr(registers_of(columns) // 16):
@@ -87,7 +99,10 @@ def load_tokens(t, x, source, row_bytes: cutlass.Constexpr, columns: cutlass.Con
             x[16 * j + i] = Int32(0)
         if (token < t.B) & (block < blocks):
             for u in cutlass.range_constexpr(4):
-                words = load4(source + Int64(token * row_bytes + 64 * block + 16 * u))
+                if cutlass.const_expr(floats):
+                    words = load8_rounded(source + Int64(token * row_bytes + 128 * block + 32 * u))
+                else:
+                    words = load4(source + Int64(token * row_bytes + 64 * block + 16 * u))
                 for i in cutlass.range_constexpr(4):
                     x[16 * j + 4 * u + i] = words[i]
 
@@ -222,12 +237,15 @@ def expert_in(t, record, k):
     groups, half = groups_of(p.F), g.expert_tile_bytes(p)[0] // 2
     width = t.geo.fields["hid"].shape[-1]
     wait(t, record)
-    cute.arch.mbarrier_wait(t.barrier(ROUTED_AT), record[g.STACK] & 1)
+    cute.arch.mbarrier_wait(t.barrier(ROUTED_AT), turn_of(t, record))
     first, end = span(t, record, groups)
     x = cute.make_rmem_tensor(registers_of(p.L), Int32)
     undo = cute.make_rmem_tensor(2, Float32)
     y = cute.make_rmem_tensor(4, Float32)
-    load_tokens(t, x, t.at("latent"), 2 * p.L, p.L)
+    if cutlass.const_expr(p.ways > 1):
+        load_tokens(t, x, t.taken(0, 0), 4 * p.exchanged, p.L, True)
+    else:
+        load_tokens(t, x, t.at("latent"), 2 * p.L, p.L)
     scale_tokens(t, x, undo)
     unit, parity = cute.arch.make_warp_uniform(first), Int32(0)
     end = cute.arch.make_warp_uniform(end)

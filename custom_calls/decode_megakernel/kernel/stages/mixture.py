@@ -41,6 +41,8 @@ from ..ptx import (
     warp_max,
     warp_sum,
 )
+from .exchange import count_launch
+from .vector import load8_rounded
 
 
 @cute.jit
@@ -51,8 +53,11 @@ def embed(t, record):
     for i in cutlass.range(t.tid, t.B * part.n, g.CONSUMERS, unroll=1):
         b = i // part.n
         column = 8 * (part.g0 + i - b * part.n)
-        source = t.embed + (Int64(t.token(b)) * t.p.D + Int64(column)) * 2
-        store4(t.row("pre", b, column), load4(source))
+        if cutlass.const_expr(t.p.ways > 1):  # looked up in the vocabulary of all ranks
+            store4(t.row("pre", b, column), load8_rounded(t.embedded(b, column)))
+        else:
+            source = t.embed + (Int64(t.token(b)) * t.p.D + Int64(column)) * 2
+            store4(t.row("pre", b, column), load4(source))
     signal(t, record)
 
 
@@ -188,6 +193,9 @@ def finish(t, record):
             store(t.lengths + Int64(4 * b), Int32, load_shared(t.small + LENGTH_AT + 4 * b, Int32) + run)
             status = load(t.status + Int64(4 * b), Int32)
             store(t.status + Int64(4 * b), Int32, status | t.refusal(b))
+    if cutlass.const_expr(p.peers):
+        if t.tid == 0:
+            count_launch(t)
     signal(t, record)
 
 

@@ -171,6 +171,9 @@ def finish_normed(t, kind, value, b, row, valid, best, where):
         if cutlass.const_expr(field in t.geo.fields):
             if valid & (kind == MATRICES.index(name)) & (row < tiling(p, name).rows):
                 store_bf16(t.row(field, b, row), value)
+    if cutlass.const_expr(p.ways > 1 and c.num_moe_layers > 0):
+        if valid & (kind == MATRICES.index("latent_down")) & (row < p.latent_rows):
+            store(t.given(b, row), Float32, round_bf16(value))
     if cutlass.const_expr(c.num_moe_layers > 0):
         if valid & (kind == MATRICES.index("router")) & (row < p.E):
             store(t.row("rlogit", b, row), Float32, value)

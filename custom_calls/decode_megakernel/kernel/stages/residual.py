@@ -8,6 +8,8 @@ SHARED_DOWN, LATENT_UP.
     score_j   = (sum_d v_j[d]^2, sum_d v_j[d] u[d])       over own d, for every source j of the next mixture
 
 SHARED_DOWN leaves its float32 sums to the SM itself, for LATENT_UP: out = round(up) + round(shared).
+In a share the float32 sums go to the exchange of the ranks, the shared expert's among them, and RESIDUAL
+(``share.py``) does the rest behind it; LATENT_UP takes its rank's latent columns from the exchange before.
 The vector of a chunk is in registers while all groups of the SM meet it; their sums stay in registers
 until the last chunk. LATENT_UP's vector is normed as it is loaded, others are taken as they are.
 
@@ -39,7 +41,7 @@ from ..ptx import (
     store_bf16,
     warp_sum,
 )
-from .vector import normed_word, scale_from_parts
+from .vector import load8_rounded, normed_word, scale_from_parts, scale_of_taken
 
 INPUTS = {
     "kda_out": "kda.y",
@@ -79,6 +81,11 @@ def load_chunk(
             x[4 * j + i] = Int32(0)
         if (token < t.B) & (block < blocks) & (column < columns):
             words = load4(source + Int64(token * row_bytes + 2 * column))
+            if cutlass.const_expr(t.p.ways > 1):
+                if normed:  # float32 of the ranks' sum
+                    rounded = load8_rounded(source + Int64(token * row_bytes + 4 * column))
+                    for i in cutlass.range_constexpr(4):
+                        words[i] = rounded[i]
             if normed:
                 gains = load4(gain + Int64(2 * column))
                 scale = load_shared(t.small + SCALE_AT + 4 * token, Float32)
@@ -105,8 +112,14 @@ def residual_stage(t, record, k):
     gain = t.work
     if cutlass.const_expr(p.config.num_moe_layers > 0):
         if normed:
-            scale_from_parts(t, "comb.ssq", p.latent_sms, p.L, p.config.rms_norm_eps)
-            gain = t.stacked("moe.gain", record[g.STACK])
+            if cutlass.const_expr(p.ways > 1):
+                scale_of_taken(t, p.L, p.config.rms_norm_eps)
+                source = t.taken(0, t.rank * p.latent_rows)
+                row_bytes = Int32(4 * p.exchanged)
+                gain = t.stacked("moe.gain", record[g.STACK], t.rank * p.latent_rows)
+            else:
+                scale_from_parts(t, "comb.ssq", p.latent_sms, p.L, p.config.rms_norm_eps)
+                gain = t.stacked("moe.gain", record[g.STACK])
 
     count = blocks_a_warp(p)
     c0, c1, blocks, columns = record[6], record[7], record[g.BLOCKS], record[g.COLUMNS]
@@ -117,7 +130,7 @@ def residual_stage(t, record, k):
         sums[i] = Float32(0)
     load_chunk(t, ahead, source, row_bytes, c0 * blocks * 32, blocks, columns, gain, normed, count)
     own = Own(p)
-    load_own(t, own, record, part, kind)
+    load_own(t, own, record, part, p.ways == 1)
     for c in cutlass.range(c0, c1, unroll=1):
         for i in cutlass.range_constexpr(4 * count):
             x[i] = ahead[i]
@@ -148,22 +161,28 @@ class Own(Fixed):
 
 
 @cute.jit
-def load_own(t, own, record, part, kind):
-    """On their way while the products are made. What is not there yet is loaded, and not used."""
+def load_own(t, own, record, part, ends: cutlass.Constexpr):
+    """On their way while the products are made. What is not there yet is loaded, and not used.
+
+    Args:
+        ends: whether the stage ends the sublayer: then not the shared expert's sums alone are loaded.
+    """
     p = t.p
     sub = record[g.SUB]
     b = cutlass.min(t.warp, t.B - 1)
     old = t.at("pre") + Int64((sub & 1) * (2 * p.D * t.B))
     for half in cutlass.range_constexpr(2):
         column = cutlass.min(8 * part.g0 + t.lane + 32 * half, p.D - 1)
-        own.pre[half] = load_bf16(old + Int64((b * p.D + column) * 2))
-        own.u[half] = load(t.stacked("direction", sub + 1, column), Float32)
         own.shared[half] = Float32(0)
-        if cutlass.const_expr("shared" in t.geo.fields):
+        if cutlass.const_expr(ends):
+            own.pre[half] = load_bf16(old + Int64((b * p.D + column) * 2))
+            own.u[half] = load(t.stacked("direction", sub + 1, column), Float32)
+        if cutlass.const_expr("shared" in t.geo.fields and (p.ways == 1 or not ends)):
             own.shared[half] = load(t.row("shared", b, column), Float32)
-        for j in cutlass.range_constexpr(p.max_sources - 1):
-            at = Int64(((j * t.B + b) * p.D + column) * 2)
-            own.blocks[2 * j + half] = load_bf16(t.at("block") + at)
+        if cutlass.const_expr(ends):
+            for j in cutlass.range_constexpr(p.max_sources - 1):
+                at = Int64(((j * t.B + b) * p.D + column) * 2)
+                own.blocks[2 * j + half] = load_bf16(t.at("block") + at)
 
 
 @cute.jit
@@ -205,7 +224,20 @@ def finish(t, record, part, sums, kind, own):
         if kind == MATRICES.index("shared_out"):
             keep_shared(t, record, part, sums, b, width, own)
         else:
-            end_sublayer(t, record, part, sums, b, width, kind, own)
+            if cutlass.const_expr(t.p.ways > 1):
+                give_sums(t, part, sums, b, width, kind, own)
+            else:
+                end_sublayer(t, record, part, sums, b, width, kind, own)
+
+
+@cute.jit
+def give_sums(t, part, sums, b, width, kind, own):
+    """float32 sums to the exchange of the ranks, LATENT_UP's with the shared expert's."""
+    for half in cutlass.range_constexpr(2):
+        column = t.lane + 32 * half
+        shared = select(kind == MATRICES.index("latent_up"), own.shared[half], Float32(0))
+        if column < width:
+            store(t.given(b, 8 * part.g0 + column), Float32, sums[half] + shared)
 
 
 @cute.jit
@@ -252,4 +284,4 @@ def end_sublayer(t, record, part, sums, b, width, kind, own):
                 store(t.at("score") + Int64(place) * 4, Float32, value)
 
 
-__all__ = ["INPUTS", "residual_stage"]
+__all__ = ["INPUTS", "Own", "end_sublayer", "load_own", "residual_stage"]

@@ -12,6 +12,9 @@ integer in the order of float32, so that the choice is total whatever the number
 sign like an infinity, and the weights of a row that has one are NaN. Distinct ids are found in a bitmap:
 a slot is the number of bits below. Rows that do not run set no bits; their weights are 0, their slots 0.
 
+In a share ids and weights are the whole model's; slots are of the experts that this rank serves, by their
+places on it (``moe.place``), and slot_of is -1 for others'.
+
 Writes route.ids, route.slot_of int32 and route.weight float32 [B, A], route.slots int32, route.count[0].
 
 Constraints: A <= 32 and A <= E <= 1024.
@@ -111,7 +114,11 @@ def bits_below(word, bit):
 
 @cute.jit
 def number(t, chosen, run):
-    """Slots from the bitmap; every warp counts it, and writes its share."""
+    """Slots from the bitmap; every warp counts it, and writes its share.
+
+    Args:
+        chosen: expert of rank ``lane``, in a share its place on the rank, negative for another rank's.
+    """
     p = t.p
     word = load_shared(t.scratch + 4 * t.lane, Int32)
     count = cute.arch.popc(word)
@@ -121,14 +128,20 @@ def number(t, chosen, run):
         upto = upto + select_int(t.lane >= distance, other, Int32(0))
     before = upto - count
     total = from_lane(upto, 31)
-    for j in cutlass.range_constexpr(-(-p.E // g.CONSUMERS)):
+    for j in cutlass.range_constexpr(-(-p.held // g.CONSUMERS)):
         index = t.warp + CONSUMER_WARPS * j
         here, base = from_lane(word, index), from_lane(before, index)
         if ((here >> t.lane) & 1) == 1:
             slot = cutlass.min(base + bits_below(here, t.lane), Int32(p.slots - 1))
             store(t.at("route.slots", 4 * slot), Int32, 32 * index + t.lane)
-    here, base = from_lane(word, chosen >> 5), from_lane(before, chosen >> 5)
-    slot = select_int(run, base + bits_below(here, chosen & 31), Int32(0))
+    if cutlass.const_expr(p.ways > 1):
+        at = cutlass.max(chosen, Int32(0))
+        here, base = from_lane(word, at >> 5), from_lane(before, at >> 5)
+        served = (run == 1) & (chosen >= 0)
+        slot = select_int(served, base + bits_below(here, at & 31), Int32(-1))
+    else:
+        here, base = from_lane(word, chosen >> 5), from_lane(before, chosen >> 5)
+        slot = select_int(run, base + bits_below(here, chosen & 31), Int32(0))
     if (t.warp < t.B) & (t.lane < p.A):
         store(t.row("route.slot_of", t.warp, t.lane), Int32, slot)
     if t.tid == 0:
@@ -148,7 +161,11 @@ def route(t, record):
         run = t.runs(t.warp)
         chosen, lost = choose(t, t.warp, place)
         weigh(t, t.warp, chosen, lost, run)
-        if (t.lane < t.p.A) & (run == 1):
+        counts = (t.lane < t.p.A) & (run == 1)
+        if cutlass.const_expr(t.p.ways > 1):
+            chosen = load(t.stacked("moe.place", place, t.warp * t.p.E + chosen), Int32)
+            counts = counts & (chosen >= 0)
+        if counts:
             word = smem(t.scratch + 4 * (chosen >> 5), Int32)
             cute.arch.atomic_or(word, Int32(1) << (chosen & 31))
     t.sync()

@@ -57,6 +57,31 @@ def scale_from_parts(t, name, parts, count, eps):
     t.sync()
 
 
+def load8_rounded(address):
+    """8 float32 of global memory, rounded, as four words of packed bf16."""
+    a, b = load4(address, Float32), load4(address + Int64(16), Float32)
+    return [pack_bf16(x[i], x[i + 1]) for x in (a, b) for i in (0, 2)]
+
+
+@cute.jit
+def scale_of_taken(t, count: cutlass.Constexpr, eps: cutlass.Constexpr):
+    """Row scales of the first ``count`` columns of what the ranks exchanged, rounded first; a warp a row."""
+    if t.warp < t.B:
+        total = Float32(0)
+        for i in cutlass.range_constexpr((count // 8 + 31) // 32):
+            at = t.lane + 32 * i
+            words = load8_rounded(t.taken(t.warp, 8 * cutlass.min(at, Int32(count // 8 - 1))))
+            part = Float32(0)
+            for w in words:
+                part = part + low(w) * low(w) + high(w) * high(w)
+            total = total + select(at < count // 8, part, Float32(0))
+        total = warp_sum(total)
+        if t.lane == 0:
+            scale = rsqrt(total * Float32(1.0 / count) + Float32(eps))
+            store_shared(t.small + SCALE_AT + 4 * t.warp, Float32, scale)
+    t.sync()
+
+
 @cute.jit
 def scale_of_rows(t, name, first, count, eps):
     """Row scales of columns ``first .. first + count`` of a bf16 field [B, columns]; one warp a row."""
@@ -170,9 +195,11 @@ def fragments(
 
 
 __all__ = [
+    "load8_rounded",
     "load_resident",
     "normed_word",
     "resident_registers",
     "scale_from_parts",
     "scale_of_rows",
+    "scale_of_taken",
 ]
