@@ -67,11 +67,11 @@ def poll(t, op, layer, index, target, patience=1):
     Once a step is given up no wait blocks any more and no row runs: stages go on over meaningless
     numbers, in bounds, and touch no state, until the kernel ends.
     """
-    poll_at(t, op, layer, index, gmem(counter(t, index), Int32), target, "gpu")
+    poll_at(t, op, layer, index, gmem(counter(t, index), Int32), target, "gpu", patience)
 
 
 @cute.jit
-def poll_at(t, op, layer, index, address, target, scope: cutlass.Constexpr):
+def poll_at(t, op, layer, index, address, target, scope: cutlass.Constexpr, patience=1):
     """As :func:`poll`, for any word that only grows; ``index`` is what the fault record names."""
     value = cute.arch.load(address, Int32, sem="acquire", scope=scope)
     spins = Int32(0)
