@@ -44,16 +44,18 @@ def supports(
         batch: rows of the step, over all devices.
         implementation: one of the names of :mod:`k3jax.implementations` but "auto".
         dtype: compute dtype of the model.
-        ways: tensor-parallel ranks that share the model.
+        ways: tensor-parallel ranks that share the model, without a plan.
         params: a parameter tree; None leaves out what depends on it (its dtype, packed weights, MXFP4).
         plan: how the model lies on many devices; None is one device, or ``ways`` of them.
 
     Raises:
-        ValueError: an unknown implementation.
+        ValueError: an unknown implementation; ways below 1, or with a plan, which has its own.
     """
     if implementation == "auto" or implementation not in KNOWN:
         names = ", ".join(name for name in KNOWN if name != "auto")
         raise ValueError(f"implementation: expected one of {names}, got {implementation!r}")
+    if ways < 1 or (plan is not None and ways != 1):
+        raise ValueError(f"ways: expected at least 1, and none with a plan, got {ways}")
     if implementation.startswith("pallas"):
         if plan is None and ways != 1:
             plan = MeshPlan(data=1, tensor=ways)
