@@ -101,12 +101,20 @@ def with_kernel(state: State, config: K3Config, target: Target | None = None, tr
         state: of 1..8 rows, made by any implementation; its arrays are shared, not copied.
         target: what it will run on; default the default device.
         trace: as :attr:`k3jax.custom_calls.artifacts.Key.trace`.
+
+    Raises:
+        ConsumedStateError: the state was donated; NotImplementedError: more rows, or rows cut over devices.
     """
+    state.ensure_usable()
     plan = plan_for(config, state.batch, target_of()[1] if target is None else target)
     kernel = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in kernel_shapes(plan, trace).items()}
     lengths = state.lengths
     if isinstance(lengths, jax.Array) and not isinstance(lengths, core.Tracer) and lengths.committed:
         # Where the others are, for good: else the step after the first would be another program.
+        if not lengths.sharding.is_fully_replicated:
+            raise NotImplementedError(
+                f"state: expected on one device, got rows cut over {len(lengths.sharding.device_set)}"
+            )
         kernel = jax.device_put(kernel, lengths.sharding)
     return dataclasses.replace(state, kernel=kernel)
 

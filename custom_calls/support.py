@@ -50,13 +50,13 @@ def supports(
             for "pallas" ``ways`` of them.
 
     Raises:
-        ValueError: an unknown implementation; both ``ways`` and ``plan``.
+        ValueError: an unknown implementation; ways below 1, or with a plan, which has its own.
     """
     if implementation == "auto" or implementation not in KNOWN:
         names = ", ".join(name for name in KNOWN if name != "auto")
         raise ValueError(f"implementation: expected one of {names}, got {implementation!r}")
-    if plan is not None and ways != 1:
-        raise ValueError(f"ways: expected 1 beside a plan, which has its own, got {ways}")
+    if ways < 1 or (plan is not None and ways != 1):
+        raise ValueError(f"ways: expected at least 1, and none with a plan, got {ways}")
     if implementation.startswith("megakernel") and plan is not None:
         return tuple(_planned(config, plan, batch, implementation, dtype, params))
     if implementation == "megakernel":

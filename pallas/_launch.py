@@ -121,8 +121,13 @@ def sm_count(interpret: Interpret = False, sms: int | None = None) -> int:
     """CTAs of one wave: ``sms`` if given, the interpreter's few, or the device's SMs.
 
     Lowered for CUDA on a host without one, the count is that of an H200.
+
+    Raises:
+        ValueError: ``sms`` below 1.
     """
     if sms is not None:
+        if sms < 1:
+            raise ValueError(f"sms: expected at least 1, got {sms}")
         return sms
     if interpret:
         return INTERPRETED_SMS

@@ -19,6 +19,7 @@ _Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="{" + ",".join(AVAILAB
 _Ceiling = Annotated[str, tyro.conf.arg(metavar="{measured,TB/S}")]
 
 PRESETS = ("k3", "k3-slice")
+FORMATS = (".png", ".svg", ".pdf")
 
 
 def command(
@@ -39,9 +40,10 @@ def command(
     json: str | None = None,
     picture: str | None = None,
 ) -> None:
-    """Time decode steps of several implementations on the same weights and inputs, and compare their logits.
+    """Time decode steps of several implementations on the same weights and inputs, and compare their results.
 
-    Exit status 1 if logits do not agree. For large models set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
+    Exit status 1 if logits or states do not agree or are not finite, or if nothing ran. For large models set
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
 
     Args:
         path: checkpoint directory, the name of a shipped checkpoint, or a preset, which gets random weights.
@@ -56,7 +58,7 @@ def command(
         cuda_runtime: path of libcute_dsl_runtime.so; default K3JAX_CUDA_RUNTIME or an installed one.
         layers: of preset k3-slice.
         experts: of preset k3-slice.
-        seed: of random weights, states and tokens.
+        seed: of random weights, states and tokens, 0..2**64-1.
         json: file for all figures.
         picture: file for a picture (PNG, SVG or PDF); needs matplotlib.
     """
@@ -65,11 +67,7 @@ def command(
 
     settings = Settings(implementations, batch, length, steps, rounds, seed)
     _check_names(implementations)
-    for name, file in (("json", json), ("picture", picture)):
-        if file is not None and not Path(file).absolute().parent.is_dir():
-            raise FileNotFoundError(f"{name}: there is no folder {Path(file).absolute().parent}")
-    if picture is not None and importlib.util.find_spec("matplotlib") is None:
-        raise NotImplementedError("picture: needs matplotlib: pip install 'k3jax[viz]'")
+    _check_files(json, picture)
     if kernels is not None:
         from ..custom_calls.artifacts import add_folder
 
@@ -82,13 +80,31 @@ def command(
     report = bench(_model(path, layers, experts, seed), settings, rate, _name(path), _note)
     print(report.text(), flush=True)
     if json is not None:
-        Path(json).write_text(json_format.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
-    if picture is not None:
+        text = json_format.dumps(report.to_json(), indent=1, allow_nan=False)
+        Path(json).write_text(text + "\n", encoding="utf-8")
+    if picture is not None and any(batch.timings for batch in report.batches):
         from .picture import plot
 
         plot(report).savefig(picture, dpi=150)
     if report.problems():
         raise SystemExit(1)
+
+
+def _check_files(json: str | None, picture: str | None) -> None:
+    """Refuse, before anything runs, files that could not be written after it."""
+    for name, file in (("json", json), ("picture", picture)):
+        if file is None:
+            continue
+        if not Path(file).absolute().parent.is_dir():
+            raise FileNotFoundError(f"{name}: there is no folder {Path(file).absolute().parent}")
+        if not file or Path(file).is_dir():
+            raise ValueError(f"{name}: expected a file, got {file or 'nothing'!r}")
+    if picture is None:
+        return
+    if Path(picture).suffix.lower() not in FORMATS:
+        raise ValueError(f"picture: expected a name that ends in {', '.join(FORMATS)}, got {picture!r}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise NotImplementedError("picture: needs matplotlib: pip install 'k3jax[viz]'")
 
 
 def _check_names(implementations: tuple[str, ...]) -> None:

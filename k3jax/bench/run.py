@@ -19,10 +19,11 @@ import numpy as np
 from ..api import Model
 from ..config import K3Config
 from ..model import decode_step
+from ..sampling import seed_data
 from ..state import State, abstract_state, check
 from .ceiling import Ceiling
 from .contenders import Contender, contenders, copy_of
-from .report import Agreement, BatchReport, Report, Timing
+from .report import ROW_STEPS, Agreement, BatchReport, Report, Timing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,10 @@ class Settings:
         length: tokens cached in every row at the first step.
         steps: of a round, all in flight together.
         rounds: of every form.
-        seed: of states and tokens.
+        seed: of states and tokens, 0..2**64-1.
+
+    Raises:
+        ValueError: a number out of its range, or none where one is needed.
     """
 
     implementations: tuple[str, ...] = ("xla", "pallas", "megakernel")
@@ -53,6 +57,8 @@ class Settings:
             raise ValueError(f"batch: expected numbers of at least 1, got {list(self.batches)}")
         if not self.implementations:
             raise ValueError("implementations: expected at least one, got none")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed: expected 0..2**64-1, got {self.seed}")
 
 
 def bench(
@@ -99,6 +105,12 @@ def about(model: Model, settings: Settings, name: str) -> dict[str, Any]:
 def _batch(
     model: Model, settings: Settings, batch: int, ceiling: float | None, note: Callable[[str], None]
 ) -> BatchReport:
+    limit = model.config.max_position_embeddings
+    if settings.length + settings.steps > limit:
+        raise ValueError(
+            f"length, steps: expected at most {limit} together (max_position_embeddings), got "
+            f"{settings.length} and {settings.steps}"
+        )
     state = random_state(
         model.config, batch, settings.length, settings.length + settings.steps, model.dtype, settings.seed
     )
@@ -118,7 +130,10 @@ def _batch(
             reference, states = run_steps(found, state, tokens)
             running.append((found, None))
         else:
-            running.append((found, agreement(single_steps(found, states, tokens), reference)))
+            running.append((found, agreement(*single_steps(found, states, tokens), reference)))
+    faults = ["no implementation ran"] if not running else []
+    if not all(bool(jnp.isfinite(logits).all()) for logits in reference):
+        faults.append(f"{running[0][0].implementation}: logits that are not finite")
     del states
     seconds = alternate([c for c, _ in running], state, tokens, settings.rounds)
     timings = tuple(
@@ -129,8 +144,9 @@ def _batch(
     middle = settings.length + (settings.steps - 1) // 2
     moved = model.config.bytes_per_step(batch, middle, distinct).total
     return BatchReport(
-        batch, settings.length, moved, float(np.mean(distinct or [0])), timings, missing, ceiling
-    )
+        batch, settings.length, moved, float(np.mean(distinct or [0])), timings, missing, ceiling,
+        tuple(faults),
+    )  # fmt: skip
 
 
 # -- inputs ----------------------------------------------------------------------------------
@@ -139,7 +155,7 @@ def _batch(
 def random_state(config: K3Config, batch: int, length: int, max_length: int, dtype: Any, seed: int) -> State:
     """A state that holds ``length`` tokens in every row: normal numbers, cache rows past them zero."""
     shapes = abstract_state(config, batch, max_length, dtype)
-    key = jax.random.key(seed)
+    key = jax.random.wrap_key_data(seed_data(seed, 1)[0], impl="threefry2x32")
     layers = []
     for i, layer in enumerate(shapes.layers):
         keys = jax.random.split(jax.random.fold_in(key, i), len(layer))
@@ -191,7 +207,7 @@ def distinct_experts(model: Model, state: State, tokens: Sequence[jax.Array]) ->
 def run_steps(
     contender: Contender, state: State, tokens: Sequence[jax.Array]
 ) -> tuple[list[jax.Array], list[State]]:
-    """Logits of steps that follow one another, float32 [B, W] each, and the state before each.
+    """Logits of steps that follow one another, float32 [B, W] each, and the states from first to last.
 
     Raises:
         StateError, KernelFaultError: a step refused a row or gave up.
@@ -202,23 +218,44 @@ def run_steps(
         logits, state = contender.step(contender.params, state, row)
         out.append(logits)
     check(state)
-    return out, states
+    return out, [*states, dataclasses.replace(state, kernel=None)]
 
 
 def single_steps(
     contender: Contender, states: Sequence[State], tokens: Sequence[jax.Array]
-) -> list[jax.Array]:
-    """Logits of a step from each of the given states: no step inherits the roundings of another.
+) -> tuple[list[jax.Array], np.ndarray]:
+    """A step from each of the given states but the last: no step inherits the roundings of another.
+
+    Returns:
+        logits, float32 [B, W] each, and how far each array of the new states is from the given ones', as
+        :attr:`Agreement.state` measures it, [arrays, steps, B].
 
     Raises:
         StateError, KernelFaultError: a step refused a row or gave up.
     """
-    out = []
-    for before, row in zip(states, tokens, strict=True):
+    out, errors = [], []
+    for before, after, row in zip(states[:-1], states[1:], tokens, strict=True):
         logits, state = contender.step(contender.params, contender.adopt(before), row)
         check(state)
         out.append(logits)
-    return out
+        errors.append(np.asarray(_compare_states(dataclasses.replace(state, kernel=None), after, before)))
+    return out, np.stack(errors, axis=1)
+
+
+@jax.jit
+def _compare_states(got: State, want: State, before: State) -> jax.Array:
+    """float32 [arrays, B]: of each array's rows, |got - want| over |want - before|."""
+
+    def apart(a: jax.Array, b: jax.Array) -> jax.Array:
+        difference = a.astype(jnp.float32) - b.astype(jnp.float32)
+        return jnp.sqrt(jnp.sum(difference**2, axis=tuple(range(1, a.ndim))))
+
+    def rows(got: jax.Array, want: jax.Array, before: jax.Array) -> jax.Array:
+        error = apart(got, want)
+        return jnp.where(error == 0, 0.0, error / apart(want, before))
+
+    trees = [(state.layers, state.lengths) for state in (got, want, before)]
+    return jnp.stack(jax.tree.leaves(jax.tree.map(rows, *trees)))
 
 
 @jax.jit
@@ -227,20 +264,33 @@ def _compare(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
     return error, jnp.argmax(got, axis=-1) == jnp.argmax(want, axis=-1)
 
 
-def agreement(got: Sequence[jax.Array], want: Sequence[jax.Array]) -> Agreement:
-    """Two implementations' logits of the same steps; a logit that is not finite makes it infinite."""
+def agreement(got: Sequence[jax.Array], states: np.ndarray, want: Sequence[jax.Array]) -> Agreement:
+    """Two implementations' logits and states of the same steps; what is not finite is infinitely far.
+
+    Args:
+        states: of :func:`single_steps`.
+    """
     pairs = [_compare(a, b) for a, b in zip(got, want, strict=True)]
-    errors = np.concatenate([np.asarray(error) for error, _ in pairs])
-    errors = np.where(np.isfinite(errors), errors, np.inf)
+    errors = np.stack([np.asarray(error) for error, _ in pairs])
+    errors, states = (np.where(np.isfinite(x), x, np.inf) for x in (errors, states))
     same = np.concatenate([np.asarray(same) for _, same in pairs])
     quarter, half = np.quantile(errors, (0.25, 0.5), method="higher")
-    return Agreement(float(quarter), float(half), float(errors.max()), float(same.mean()), errors.size)
+    every_row = float(errors.min(axis=0).max()) if len(errors) >= ROW_STEPS else None
+    arrays = np.quantile(states, 0.25, axis=(1, 2), method="higher")
+    return Agreement(
+        float(quarter), float(half), float(errors.max()), float(same.mean()), errors.size, every_row,
+        float(arrays.max()),
+    )  # fmt: skip
 
 
 def alternate(
     running: Sequence[Contender], begin: State, tokens: Sequence[jax.Array], rounds: int
 ) -> list[list[float]]:
-    """Seconds per step of every contender, a number per round; rounds alternate between them."""
+    """Seconds per step of every contender, a number per round; rounds alternate between them.
+
+    Raises:
+        StateError, KernelFaultError: a step refused a row or gave up.
+    """
     seconds: list[list[float]] = [[] for _ in running]
     for _ in range(rounds):
         for contender, mine in zip(running, seconds, strict=True):
@@ -251,6 +301,7 @@ def alternate(
                 logits, state = contender.step(contender.params, state, row)
             jax.block_until_ready((logits, state))
             mine.append((time.perf_counter() - start) / len(tokens))
+            check(state)
     return seconds
 
 

@@ -113,13 +113,13 @@ def route(
     extra = -experts % 128
     if extra:  # small models only: K3's 896 experts are 7 x 128
         logits = jnp.pad(logits, ((0, 0), (0, extra)))
-        bias = jnp.pad(bias, (0, extra), constant_values=-jnp.inf)
+        bias = jnp.pad(bias, (0, extra))
 
     # The interpreter can hang with many threads on few cores.
     warpgroups = min(batch, 2) if interpret else batch
 
     def run(*refs: Any, **shared: Any) -> None:
-        kernel.body(batch, warpgroups, choices, renormalize, factor, Refs(*refs, **shared))
+        kernel.body(batch, warpgroups, experts, choices, renormalize, factor, Refs(*refs, **shared))
 
     ints = jax.ShapeDtypeStruct((PAIRS,), jnp.int32)
     ids, weights, slot_of, slots, count = launch(

@@ -4,7 +4,7 @@ The choice is exact: sums of score and bias are compared as order-preserving int
 first and among equals the lowest id, in A rounds of a maximum and a minimum. The list is built by
 comparing the at most 128 chosen ids with each other, one per CUDA thread.
 
-Constraints: 1..8 rows, A in 1..16, E in multiples of 128 (the public function pads).
+Constraints: 1..8 rows, A in 1..16, inputs in multiples of 128 (the public function pads).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAIRS = 128
 """(row, choice) pairs at most: one per CUDA thread of a warpgroup."""
 
 TAKEN = -(2**31)
-"""Below the key of every number: an expert that is chosen already."""
+"""Below the key of every number and of NaN: an expert that is chosen already, or padding."""
 
 NO_EXPERT = 1 << 20
 """Above every id: a pair that is not there."""
@@ -35,12 +35,12 @@ class Refs:
     """References of the CTA.
 
     Attributes:
-        logits: float32 [8, E].
-        bias: float32 [E].
+        logits: float32 [8, columns].
+        bias: float32 [columns].
         active: int32 [rows].
         ids, weights, slot_of, slots: outputs, [128] each, pair (b, a) at b A + a.
         count: int32 [128], the number of distinct experts in every place.
-        score_of: shared, float32 [rows, E].
+        score_of: shared, float32 [rows, columns].
         chosen: shared, int32 [128], ids with NO_EXPERT for pairs that are not listed.
         all_ids: shared, int32 [128].
         weight_of, scale_of: shared, float32 [128]; the weight is their product.
@@ -82,14 +82,15 @@ def scratch(rows: int, warpgroups: int, experts: int) -> dict[str, Any]:
     }
 
 
-def body(rows: int, warpgroups: int, choices: int, renormalize: bool, factor: float, refs: Refs) -> None:
-    """What the CTA does; its warpgroups take rows in turn."""
-    per_warpgroup(warpgroups, partial(_warpgroup, rows, warpgroups, choices, renormalize, factor, refs))
-
-
-def _warpgroup(
-    rows: int, warpgroups: int, choices: int, renormalize: bool, factor: float, refs: Refs, wg: int
+def body(
+    rows: int, warpgroups: int, experts: int, choices: int, renormalize: bool, factor: float, refs: Refs
 ) -> None:
+    """What the CTA does; its warpgroups take rows in turn. Columns past ``experts`` are padding."""
+    choose = partial(_choose, experts=experts, choices=choices, renormalize=renormalize, factor=factor)
+    per_warpgroup(warpgroups, partial(_warpgroup, rows, warpgroups, choices, choose, refs))
+
+
+def _warpgroup(rows: int, warpgroups: int, choices: int, choose: Any, refs: Refs, wg: int) -> None:
     """What one warpgroup does: its rows, and the first one all the rest."""
     if wg == 0:
         for ref, value in ((refs.chosen, NO_EXPERT), (refs.all_ids, 0)):
@@ -98,7 +99,7 @@ def _warpgroup(
             ref[...] = jnp.zeros((PAIRS,), jnp.float32)
     _meet(refs, 0)
     for row in range(wg, rows, warpgroups):
-        _choose(row, choices, renormalize, factor, refs)
+        choose(row, refs)
     _meet(refs, 1)
     if wg == 0:
         refs.ids[...] = refs.all_ids[...]
@@ -118,22 +119,25 @@ def _order(x: jax.Array) -> jax.Array:
     return jnp.where(x == x, key, TAKEN + 1)
 
 
-def _choose(row: int, choices: int, renormalize: bool, factor: float, refs: Refs) -> None:
+def _choose(row: int, refs: Refs, *, experts: int, choices: int, renormalize: bool, factor: float) -> None:
     """The row's ids and weights, into shared memory."""
     logits = refs.logits[row]
-    experts = logits.shape[0]
+    columns = logits.shape[0]
     score = 1.0 / (1.0 + jnp.exp(-logits))
     refs.score_of[row] = score
     # A NaN makes the row's weights NaN, whichever experts it chose.
     lost = jnp.max(jnp.where(score == score, 0, 1)) > 0
-    lane = plgpu.broadcasted_iota(jnp.int32, (experts,), 0, layout=plgpu.Layout.WG_STRIDED((experts,), 1))
+    lane = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=plgpu.Layout.WG_STRIDED((columns,), 1))
     key = _order(score + refs.bias[...])
+    if experts < columns:
+        # Whatever its bias: -inf would be chosen before NaN, an expert that does not exist.
+        key = jnp.where(lane < experts, key, TAKEN)
     live = refs.active[row] != 0
 
     def one(a: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         key, total = carry
         best = jnp.max(key)
-        first = -jnp.max(jnp.where(key == best, -lane, -experts))
+        first = -jnp.max(jnp.where(key == best, -lane, -columns))
         value = refs.score_of[row, first]
         at = row * choices + a
         refs.all_ids[at] = first

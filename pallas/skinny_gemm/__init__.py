@@ -57,23 +57,36 @@ def supports(xs: Sequence[Any], products: Sequence[Product]) -> tuple[str, ...]:
             reasons.append(f"x {i}: expected bfloat16 [8, K], got {x.dtype} {tuple(x.shape)}")
         elif x.shape[1] % SWIZZLED_COLUMNS:
             reasons.append(f"x {i}: expected K in multiples of 64, got {x.shape[1]}")
+    if misfits := _misfits(len(xs), products):
+        return (*reasons, *misfits)
     partial_sums = {product.epilogue is Epilogue.PARTIAL for product in products}
     if len(partial_sums) > 1:
         reasons.append("products: expected PARTIAL for all or none")
     if partial_sums == {False} and len({xs[product.x].shape[-1] for product in products}) > 1:
         reasons.append("products: expected one inner width K unless all are PARTIAL")
     for i, product in enumerate(products):
-        wanted = 2 if product.epilogue is Epilogue.SITU else 1
-        if len(product.weights) != wanted:
-            reasons.append(f"product {i}: expected {wanted} weights, got {len(product.weights)}")
         for w in product.weights:
             if len(w.shape) != 2 or w.dtype != jnp.bfloat16 or w.shape[1] != xs[product.x].shape[-1]:
                 k = xs[product.x].shape[-1]
                 reasons.append(f"product {i}: expected bfloat16 [N, {k}], got {w.dtype} {tuple(w.shape)}")
-        n = product.weights[0].shape[0]
+        n, *others = (w.shape[0] for w in product.weights)
+        if n < 1 or any(rows != n for rows in others):
+            reasons.append(f"product {i}: expected equal numbers of rows, at least 1, got {[n, *others]}")
         if product.epilogue is Epilogue.PARTIAL and n % ROWS:
             reasons.append(f"product {i}: expected N in multiples of 64 for PARTIAL, got {n}")
     return tuple(reasons)
+
+
+def _misfits(inputs: int, products: Sequence[Product]) -> list[str]:
+    """Reasons in how many weights and inputs there are, with which no shape can be looked at."""
+    found = [] if products else ["products: expected at least one, got none"]
+    for i, product in enumerate(products):
+        wanted = 2 if product.epilogue is Epilogue.SITU else 1
+        if len(product.weights) != wanted:
+            found.append(f"product {i}: expected {wanted} weights, got {len(product.weights)}")
+        if not 0 <= product.x < inputs:
+            found.append(f"product {i}: expected x in 0..{inputs - 1}, got {product.x}")
+    return found
 
 
 def reference(

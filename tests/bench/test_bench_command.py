@@ -15,7 +15,7 @@ import pytest
 
 import k3jax
 from k3jax import cli
-from k3jax.bench import run
+from k3jax.bench import contenders, run
 from k3jax.bench.ceiling import ceiling_of
 from k3jax.bench.contenders import Contender, copy_of
 from k3jax.bench.report import Agreement, BatchReport, Report, Timing
@@ -71,6 +71,7 @@ def test_every_implementation_runs_and_agrees_and_what_cannot_run_is_listed(
         # bfloat16 through two layers; a whole step of other weights would differ by order one.
         assert 0 < row["agreement"]["median"] < 0.03
         assert row["agreement"]["compared"] == 4
+        assert 0 < row["agreement"]["state"] < 0.03
 
 
 @pytest.mark.slow
@@ -93,8 +94,11 @@ def test_rows_are_compared_one_by_one() -> None:
     rng = np.random.default_rng(0)
     want = [jnp.asarray(rng.standard_normal((2, 50)), jnp.float32) for _ in range(3)]
     got = [want[0], want[1] * 1.01, want[2].at[1].set(-want[2][1])]
-    found = run.agreement(got, want)
+    states = np.full((2, 3, 2), 1e-3)  # [arrays, steps, rows]
+    states[1, :2, :] = 0.2
+    found = run.agreement(got, states, want)
     errors = sorted(relative_rms(a[i], b[i]) for a, b in zip(got, want, strict=True) for i in range(2))
+    assert found.state == 0.2
     assert found.compared == 6
     assert found.worst == pytest.approx(2.0)
     assert found.quarter == pytest.approx(errors[2])
@@ -105,16 +109,117 @@ def test_rows_are_compared_one_by_one() -> None:
 
 def test_logits_that_are_not_finite_never_agree() -> None:
     want = [jnp.ones((1, 4))]
-    found = run.agreement([jnp.full((1, 4), jnp.nan)], want)
+    found = run.agreement([jnp.full((1, 4), jnp.nan)], np.zeros((1, 1, 1)), want)
     assert found.worst == float("inf")
     assert found.problem is not None
+
+
+def test_a_row_that_never_agrees_is_a_problem_where_the_steps_are_many() -> None:
+    """A quarter of the rows agree, and so does every other figure."""
+    rng = np.random.default_rng(0)
+    want = [jnp.asarray(rng.standard_normal((4, 50)), jnp.float32) for _ in range(8)]
+    got = [x.at[3].multiply(1.5) for x in want]
+    found = run.agreement(got, np.zeros((1, 8, 4)), want)
+    assert found.every_row == pytest.approx(0.5)
+    assert found.problem == "logits: a row with relative RMS 5.00e-01 or more in every step, expected 0.05"
+    few = run.agreement(got[:7], np.zeros((1, 7, 4)), want[:7])
+    assert few.every_row is None
+    assert few.problem is None
+
+
+def zero_rows(logits: jax.Array, after: Any, before: Any) -> tuple[jax.Array, Any]:
+    return logits.at[1:].set(0), after
+
+
+def forgotten_state(logits: jax.Array, after: Any, before: Any) -> tuple[jax.Array, Any]:
+    return logits, dataclasses.replace(after, layers=before.layers)
+
+
+def forgotten_array(logits: jax.Array, after: Any, before: Any) -> tuple[jax.Array, Any]:
+    kda, mla = after.layers
+    return logits, dataclasses.replace(after, layers=({**kda, "conv": before.layers[0]["conv"]}, mla))
+
+
+def lost_cache(logits: jax.Array, after: Any, before: Any) -> tuple[jax.Array, Any]:
+    kda, mla = after.layers
+    return logits, dataclasses.replace(after, layers=(kda, {"cache": mla["cache"] * 0}))
+
+
+def louder(logits: jax.Array, after: Any, before: Any) -> tuple[jax.Array, Any]:
+    return logits * 1.1, after
+
+
+@pytest.mark.parametrize("fault", [zero_rows, forgotten_state, forgotten_array, lost_cache, louder])
+def test_an_implementation_with_a_fault_ends_with_status_1(
+    fault: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second of two equal forms has the fault, so that nothing else differs."""
+    compiled = contenders._compiled
+
+    def faulty(model: Any, name: str, options: Any) -> Any:
+        step = compiled(model, name, {})
+        if not options:
+            return step
+
+        def wrong(params: Any, state: Any, tokens: jax.Array) -> Any:
+            before = copy_of(state)
+            return fault(*step(params, state, tokens), before)
+
+        return wrong
+
+    monkeypatch.setattr(contenders, "_compiled", faulty)
+    monkeypatch.setattr(contenders, "_options", lambda name: (("right", {}), ("wrong", {"a": 1})))
+    options = ["--implementations", "xla", "--steps", "2", "--rounds", "1", "--length", "3", "--batch", "2"]
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["bench", str(checkpoint), *options])
+    assert "PROBLEM: batch 2: xla (wrong): " in capsys.readouterr().out
+
+
+def test_logits_of_the_first_form_that_are_not_finite_end_with_status_1(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiled = contenders._compiled
+
+    def faulty(*args: Any) -> Any:
+        step = compiled(*args)
+
+        def wrong(params: Any, state: Any, tokens: jax.Array) -> Any:
+            logits, after = step(params, state, tokens)
+            return logits * jnp.nan, after
+
+        return wrong
+
+    monkeypatch.setattr(contenders, "_compiled", faulty)
+    monkeypatch.setattr(contenders, "_options", lambda name: (("one", {}), ("other", {})))
+    options = ["--implementations", "xla", "--steps", "1", "--rounds", "1", "--length", "0"]
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["bench", str(checkpoint), *options, "--json", str(tmp_path / "b.json")])
+    assert "PROBLEM: batch 1: xla: logits that are not finite" in capsys.readouterr().out
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    found = json.loads((tmp_path / "b.json").read_text(), parse_constant=refuse)
+    assert found["batches"][0]["rows"][1]["agreement"]["worst"] is None
+
+
+def test_a_run_of_nothing_ends_with_status_1_and_no_picture(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("k3jax.bench.command.importlib.util.find_spec", lambda name: name)
+    options = ["--implementations", "pallas", "--steps", "1", "--rounds", "1", "--length", "0"]
+    picture = tmp_path / "p.png"
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["bench", str(checkpoint), *options, "--picture", str(picture)])
+    assert "PROBLEM: batch 1: no implementation ran" in capsys.readouterr().out
+    assert not picture.exists()
 
 
 def test_logits_that_do_not_agree_end_with_status_1(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = Agreement(0.2, 0.25, 0.3, 0.5, 4)
-    monkeypatch.setattr(run, "agreement", lambda got, want: wrong)
+    wrong = Agreement(0.2, 0.25, 0.3, 0.5, 4, None, 0.0)
+    monkeypatch.setattr(run, "agreement", lambda got, states, want: wrong)
     monkeypatch.setattr("k3jax.bench.contenders._options", lambda name: (("one", {}), ("other", {})))
     options = ["--implementations", "xla", "--steps", "1", "--rounds", "1", "--length", "0"]
     with pytest.raises(SystemExit, match="1"):
@@ -154,8 +259,10 @@ def test_every_compared_step_starts_from_the_first_ones_state() -> None:
     tokens = [jnp.zeros(1)] * 3
     logits, states = run.run_steps(contender(1), begin, tokens)
     assert [int(x[0]) for x in logits] == [0, 10, 20]
-    assert [int(s.lengths[0]) for s in states] == [0, 1, 2]
-    assert [int(x[0]) for x in run.single_steps(contender(5), states, tokens)] == [0, 10, 20]
+    assert [int(s.lengths[0]) for s in states] == [0, 1, 2, 3]
+    logits, errors = run.single_steps(contender(5), states, tokens)
+    assert [int(x[0]) for x in logits] == [0, 10, 20]
+    assert errors.tolist() == [[[4], [4], [4]]]  # the lengths moved by 5, not by 1
 
 
 def test_a_state_depends_on_its_seed_and_has_no_tokens_past_its_length(checkpoint: Path) -> None:
@@ -185,8 +292,8 @@ def test_distinct_experts_are_counted_per_layer(checkpoint: Path) -> None:
 def report(ceiling: float | None = 1e12) -> Report:
     timings = (
         Timing("xla", "slow", (0.004, 0.005, 0.003), None),
-        Timing("xla", "fast", (0.002,), Agreement(5e-4, 1e-3, 2e-3, 1.0, 4)),
-        Timing("pallas", "", (0.001,), Agreement(5e-4, 1e-3, 2e-3, 1.0, 4)),
+        Timing("xla", "fast", (0.002,), Agreement(5e-4, 1e-3, 2e-3, 1.0, 4, None, 1e-3)),
+        Timing("pallas", "", (0.001,), Agreement(5e-4, 1e-3, 2e-3, 1.0, 4, None, 1e-3)),
     )
     batch = BatchReport(1, 7, 500_000_000, 16.0, timings, {"megakernel": ("a", "b")}, ceiling)
     return Report({"device": "GPU", "model": "m", "date": "d"}, ceiling, "given", (batch,))
@@ -238,6 +345,11 @@ def test_without_a_ceiling_there_is_no_share() -> None:
         (["--ceiling", "fast"], "ceiling: expected 'measured' or a rate in TB/s, got 'fast'"),
         (["--layers", "2"], "only with preset k3-slice"),
         (["--json", "no/such/folder/x.json"], "json: there is no folder"),
+        (["--json", "."], "json: expected a file, got '.'"),
+        (["--picture", "."], "picture: expected a file"),
+        (["--picture", "p.bmp"], r"picture: expected a name that ends in \.png, \.svg, \.pdf, got 'p.bmp'"),
+        (["--seed", "-1"], r"seed: expected 0\.\.2\*\*64-1, got -1"),
+        (["--length", "500"], "length, steps: expected at most 512 together .* got 500 and 16"),
         (["--read-kernel", "no_such_file"], "read_kernel: no file"),
     ],
 )

@@ -68,6 +68,17 @@ def test_it_lies_for_good_where_a_placed_state_does() -> None:
             assert leaf.devices() == state.lengths.devices()
 
 
+def test_a_state_that_no_step_could_take_is_refused() -> None:
+    state = init_state(CONFIG, 2, 300)
+    devices = jax.make_mesh((2,), ("rows",), devices=jax.devices()[:2])
+    cut = jax.device_put(state.lengths, jax.NamedSharding(devices, jax.P("rows")))
+    with pytest.raises(NotImplementedError, match="expected on one device, got rows cut over 2"):
+        step.with_kernel(dataclasses.replace(state, lengths=cut), CONFIG)
+    jax.jit(lambda lengths: lengths + jnp.int32(1), donate_argnums=0)(state.lengths)
+    with pytest.raises(k3jax.ConsumedStateError, match="state was consumed"):
+        step.with_kernel(state, CONFIG)
+
+
 def test_the_other_implementations_carry_it_along() -> None:
     state = dataclasses.replace(megakernel.state(2), kernel=marked(2))
     params = megakernel.params()

@@ -288,7 +288,7 @@ def test_the_kernel_takes_shares_of_nano_and_of_the_release(batch: int) -> None:
 
 
 def test_ways_and_a_plan_together_are_an_error() -> None:
-    with pytest.raises(ValueError, match="ways: expected 1 beside a plan"):
+    with pytest.raises(ValueError, match="ways: expected at least 1, and none with a plan"):
         support.supports(config(), ways=2, plan=plan_of(2))
 
 

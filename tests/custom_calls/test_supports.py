@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import k3jax
-from k3jax import K3Config, implementations
+from k3jax import K3Config, implementations, mesh
 from k3jax.custom_calls import artifacts, ffi, pack, support
 from k3jax.custom_calls.artifacts import Key
 from k3jax.custom_calls.step import plan_for, target_of
@@ -168,3 +168,12 @@ def test_a_model_of_auto_uses_the_kernel_once_its_weights_are_packed(monkeypatch
     given = k3jax.Model(megakernel.params(), CONFIG, implementation="megakernel")
     assert pack.PACKED in given.params
     assert implementations.step_inputs(given, 9)[1] == "megakernel"  # which then refuses the batch
+
+
+def test_ways_are_those_of_a_plan_where_there_is_one() -> None:
+    plan = mesh.MeshPlan(1, 2)
+    for name in implementations.AVAILABLE:
+        with pytest.raises(ValueError, match="ways: expected at least 1, and none with a plan, got 4"):
+            k3jax.supports(CONFIG, implementation=name, ways=4, plan=plan)
+        with pytest.raises(ValueError, match=r"ways: expected at least 1, .* got 0"):
+            k3jax.supports(CONFIG, implementation=name, ways=0)

@@ -32,6 +32,8 @@ def make(
         values = values * 100
     if logits == "nan":
         values[0, 3] = np.nan
+    if logits == "nan row":  # padding must not come before NaN: it is no expert
+        values[0] = np.nan
     active = np.ones(batch, np.int32)
     active[list(off)] = 0
     return jnp.asarray(values), jnp.asarray(bias), jnp.asarray(active), choices
@@ -74,6 +76,8 @@ class TestRouter(OpTests):
         Case("many ties", partial(make, 3, 128, 8, "few values"), check),
         Case("saturated", partial(make, 2, 128, 8, "saturated"), check),
         Case("NaN in one row", partial(make, 2, 128, 4, "nan"), check),
+        Case("a row of NaN, fewer experts than columns", partial(make, 2, 32, 4, "nan row"), check),
+        Case("all experts, one of them NaN", partial(make, 2, 16, 16, "nan"), check),
         Case("a row that is not active", partial(make, 3, 32, 4, "normal", (1,)), check),
         Case("no active row", partial(make, 2, 32, 4, "normal", (0, 1)), check),
         Case("K3's numbers, eight rows", partial(make, 8, 896, 16), check),

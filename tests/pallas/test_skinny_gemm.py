@@ -176,6 +176,31 @@ def test_reasons_name_every_unsupported_shape_at_once() -> None:
         skinny_gemm([jnp.zeros((8, 96), jnp.bfloat16)], [])
 
 
+@pytest.mark.parametrize(
+    ("products", "reason"),
+    [
+        ([], "products: expected at least one, got none"),
+        ([Product(())], "product 0: expected 1 weights, got 0"),
+        ([Product((sds((64, 64), jnp.bfloat16),), ROUND, 1)], r"product 0: expected x in 0\.\.0, got 1"),
+        ([Product((sds((64, 64), jnp.bfloat16),), ROUND, -1)], r"product 0: expected x in 0\.\.0, got -1"),
+        ([Product((sds((0, 64), jnp.bfloat16),))], r"equal numbers of rows, at least 1, got \[0\]"),
+        (
+            [Product((sds((64, 64), jnp.bfloat16), sds((72, 64), jnp.bfloat16)), SITU)],
+            r"equal numbers of rows, at least 1, got \[64, 72\]",
+        ),
+    ],
+)
+def test_products_that_are_none_are_refused(products: Any, reason: str) -> None:
+    with pytest.raises(NotImplementedError, match=reason):
+        skinny_gemm([jnp.zeros((8, 64), jnp.bfloat16)], products, interpret=True)
+
+
+def test_a_launch_without_ctas_is_refused() -> None:
+    x, w = jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((64, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="sms: expected at least 1, got 0"):
+        skinny_gemm([x], [Product((w,))], interpret=True, sms=0)
+
+
 @given(
     tiles=st.lists(st.integers(1, 60), min_size=1, max_size=4),
     chunks=st.lists(st.integers(1, 20), min_size=4, max_size=4),
