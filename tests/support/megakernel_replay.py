@@ -230,7 +230,8 @@ def _compare(
                 if name in _SUMMED:
                     mine, other = mine[:1], other.sum(axis=0, keepdims=True)
                 if name in _SQUARED:
-                    vector = _units(p, after, _SQUARED[name]).astype(np.float64)
+                    own = next(w for w in ins.writes if w.buffer == _SQUARED[name])
+                    vector = _units(p, after, own.buffer)[own.lo : own.hi].astype(np.float64)
                     mine = np.sum(vector * vector, axis=0, keepdims=True)
                 if name == "best":
                     mine, other = mine[:1], _top(other)
