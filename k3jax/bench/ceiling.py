@@ -39,7 +39,7 @@ def ceiling_of(wanted: str, read_kernel: str | os.PathLike[str] | None = None) -
         read_kernel: file of a program exported by ``jax.export`` that reads its one array.
 
     Raises:
-        ValueError: neither; FileNotFoundError: no such file.
+        ValueError: neither, or a number and a file; FileNotFoundError: no such file.
     """
     if wanted != "measured":
         try:
@@ -48,6 +48,8 @@ def ceiling_of(wanted: str, read_kernel: str | os.PathLike[str] | None = None) -
             rate = float("nan")
         if not 0 < rate < float("inf"):
             raise ValueError(f"ceiling: expected 'measured' or a rate in TB/s, got {wanted!r}")
+        if read_kernel is not None:
+            raise ValueError(f"read_kernel: only where the ceiling is measured, got the ceiling {wanted}")
         return Ceiling(rate * 1e12, "given")
     if read_kernel is not None:
         return _exported(Path(read_kernel))

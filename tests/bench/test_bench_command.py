@@ -351,6 +351,7 @@ def test_without_a_ceiling_there_is_no_share() -> None:
         (["--seed", "-1"], r"seed: expected 0\.\.2\*\*64-1, got -1"),
         (["--length", "500"], "length, steps: expected at most 512 together .* got 500 and 16"),
         (["--read-kernel", "no_such_file"], "read_kernel: no file"),
+        (["--ceiling", "4", "--read-kernel", "x"], "read_kernel: only where the ceiling is measured"),
     ],
 )
 def test_wrong_options_are_refused(
