@@ -3,6 +3,7 @@
 Environment variables are used where jax has them, so that subprocesses of tests inherit them.
 """
 
+import gc
 import importlib.util
 import os
 import sys
@@ -14,6 +15,8 @@ import hypothesis
 import pytest
 
 VIRTUAL_DEVICES = 8
+MOST_MAPS = 20_000
+"""Memory maps of a process at which a finished test module leaves none of its programs; Linux allows 65,530."""
 _GPU_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version")
 
 if "jax" in sys.modules:
@@ -74,6 +77,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if count < needs[name]:
             reason = f"needs {needs[name]} NVIDIA GPU(s) visible to jax, which sees {count}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_memory_maps() -> Iterator[None]:
+    """Drop compiled programs when a process holds many: each has maps, and LLVM crashes when there are no more."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)

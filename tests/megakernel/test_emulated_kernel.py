@@ -107,9 +107,10 @@ def assert_is_the_interpreters(run: Run, out: Any) -> None:
 
 def test_a_whole_step_is_the_interpreters() -> None:
     """Two rows on two SMs: hand-offs, the ring, every kind of stage, snapshots and the token."""
-    run = setup(2, 2)
-    out = run.launch()
+    run, kernel = setup(2, 2), Kernel()
+    out = run.launch(kernel)
     assert_is_the_interpreters(run, out)
+    assert kernel.modules.device.prefetched > 0
     assert out["epoch"].tolist() == [1]
     assert out["lengths"].tolist() == [71, 1]
     assert out["token"].tolist() == out["logits"].argmax(-1).tolist()
@@ -161,6 +162,12 @@ SEEDED: dict[str, tuple[str, str, str, type[Exception] | tuple[type[Exception], 
         "        total = warp_sum(total)\n",
         "        total = warp_sum(total) if t.lane < 16 else warp_max(total)\n",
         DivergenceError,
+    ),
+    "tiles asked for past the matrix": (
+        "produce",
+        "most = cutlass.min(order.total - n, Int32(AHEAD))",
+        "most = Int32(4096)",
+        RuntimeError,
     ),
     "a tile that no warp gives back": (
         "flow",

@@ -75,6 +75,10 @@ class OpTests:
             return kind.stage(*args)
         return kind.op(*args, interpret=implementation == "pallas-interpret")
 
+    def meant(self, result: Any, args: tuple[Any, ...]) -> Any:
+        """What of a result is defined; an op whose output has rows without a meaning cuts them off."""
+        return result
+
     @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
     def test_result_is_right(self, implementation: str, case: Case) -> None:
         if implementation != "pallas" and not case.interpret:
@@ -88,8 +92,9 @@ class OpTests:
 
     @pytest.mark.gpu
     def test_repeats_on_the_gpu_are_bit_identical(self, case: Case) -> None:
-        run, arrays = _compiled(type(self).op, case.make())
-        first, *others = (jax.tree.map(np.asarray, run(arrays)) for _ in range(20))
+        args = case.make()
+        run, arrays = _compiled(type(self).op, args)
+        first, *others = (jax.tree.map(np.asarray, self.meant(run(arrays), args)) for _ in range(20))
         for other in others:
             jax.tree.map(lambda a, b: np.testing.assert_array_equal(_bits(a), _bits(b)), first, other)
 

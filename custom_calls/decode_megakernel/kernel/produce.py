@@ -2,7 +2,7 @@
 
 It walks the same program as the consumers, ahead of them through stages and layers. Weights, states
 and old cache rows were there when the step began, so it waits for nothing but room in the ring, except
-for the choice of experts.
+for the choice of experts. While it waits for room it asks for the next tiles in L2.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from ..instructions import Op
+from ..resources import RING_STAGES
 from ..shapes import ROW_GROUP, SPLIT, groups_of
 from . import geometry as g
-from .context import COUNT_AT, DEAD_AT, FREE_AT, ROUTED_AT, Part, Record
+from .context import COUNT_AT, DEAD_AT, EMPTY_AT, FREE_AT, ROUTED_AT, Fixed, Part, Record
 from .flow import copy, fetch, issue, open_tile, poll
-from .ptx import load, load_shared, select_int, store_shared
+from .ptx import is_over, load, load_shared, prefetch, select_int, store_shared
 
 PRODUCER_PATIENCE = 2
 """Times a consumer's limit that the producer waits for ROUTE."""
+AHEAD, PACE = 6, 10
+"""Tiles that it may ask for in L2 beyond the ring, and the bytes of them a cycle."""
 
 
 @cute.jit
@@ -62,19 +65,70 @@ def matrix(t, record, k):
     if order == g.BY_CHUNK:
         base = base + Int64(c0 * tile)
         outer, inner, outer_step, inner_step = c1 - c0, part.n, tile, group
-    piece = record[g.PIECE]
-    whole = part.n * group
+    piece, whole = record[g.PIECE], part.n * group
     if order == g.BY_PIECE:
-        outer, inner, outer_step = (part.n + piece - 1) // piece, Int32(1), piece * group
-    for i in cutlass.range(outer, unroll=1):
-        for j in cutlass.range(inner, unroll=1):
-            count = tile
-            if order == g.BY_PIECE:
-                count = cutlass.min(outer_step, whole - i * outer_step)
-            open_tile(t, k, count)
-            copy(t, k, Int32(0), base + Int64(i) * Int64(outer_step) + Int64(j) * Int64(inner_step), count)
-            k += 1
+        outer, inner, outer_step, tile = (part.n + piece - 1) // piece, Int32(1), piece * group, piece * group
+    tiles = Order(base, outer * inner, inner, outer_step, inner_step, tile, whole)
+    lead, last = Int32(0), cute.arch.clock()
+    for n in cutlass.range(tiles.total, unroll=1):
+        source, count = tiles.tile(n)
+        lead, last = run_ahead(t, k, tiles, n, lead, last)
+        open_tile(t, k, count)
+        copy(t, k, Int32(0), source, count)
+        k += 1
     return k
+
+
+class Order(Fixed):
+    """Where the tiles of an instruction's matrix lie, in the order in which they are streamed.
+
+    Attributes:
+        total: tiles; inner: of the inner loop.
+        outer_step, inner_step: bytes from an outer, or an inner, place to the next.
+        tile: bytes of one; whole: bytes of the groups of this SM, where the last piece of them may end early.
+    """
+
+    def __init__(self, base, total, inner, outer_step, inner_step, tile, whole):
+        self.base, self.total, self.inner, self.tile_bytes, self.whole = base, total, inner, tile, whole
+        self.outer_step, self.inner_step = outer_step, inner_step
+
+    def tile(self, n):
+        """(address, bytes) of tile n."""
+        i = n // self.inner
+        j = n - i * self.inner
+        source = self.base + Int64(i) * Int64(self.outer_step) + Int64(j) * Int64(self.inner_step)
+        return source, cutlass.min(self.tile_bytes, self.whole - i * self.outer_step)
+
+
+@cute.jit
+def run_ahead(t, k, tiles, n, lead, last):
+    """While tile k, the n th of the matrix, has no stage of the ring, ask for it and the next ones in L2.
+
+    So the memory works on while the consumers wait for a hand-off and the ring is full. It does so at half of
+    its rate, since requests on their way make the hand-off itself slow.
+
+    Args:
+        lead: tiles from n on that were asked for; last: when that was, or when a tile came from memory.
+
+    Returns:
+        (lead, last) of tile n + 1.
+    """
+    if t.lane == 0:
+        barrier, parity = (t.barrier(EMPTY_AT) + k % RING_STAGES).toint(), ((k // RING_STAGES) & 1) ^ 1
+        most = cutlass.min(tiles.total - n, Int32(AHEAD))
+        free = is_over(barrier, parity)
+        while (free == 0) & (lead < most):
+            now = cute.arch.clock()
+            if now - last >= tiles.tile_bytes // PACE:
+                source, count = tiles.tile(n + lead)
+                prefetch(source, count)
+                lead, last = lead + 1, now
+            free = is_over(barrier, parity)
+        if lead > 0:
+            lead -= 1
+        else:
+            last = cute.arch.clock()
+    return lead, last
 
 
 @cute.jit

@@ -120,6 +120,21 @@ def bulk_copy(shared, source, count, barrier, policy, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def prefetch(source, count, *, loc=None, ip=None):
+    """Ask for ``count`` bytes of global memory (a multiple of 16) to be brought to L2."""
+    text = "cp.async.bulk.prefetch.L2.global [$0], $1;"
+    _asm(None, text, "l,r,~{memory}", (Int64(source), Int32(count)), loc, ip, side_effects=True)
+
+
+@dsl_user_op
+def is_over(barrier, parity, *, loc=None, ip=None):
+    """1 if the phase of this parity of a barrier in shared memory is over, else 0; does not wait."""
+    text = "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2; selp.b32 $0, 1, 0, p; }"
+    args = (Int32(barrier), Int32(parity))
+    return Int32(_asm(T.i32(), text, "=r,r,r,~{memory}", args, loc, ip, side_effects=True))
+
+
+@dsl_user_op
 def evict_first(*, loc=None, ip=None):
     """The cache policy of data that is read once."""
     text = "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;"
@@ -282,6 +297,13 @@ def mma_bf16(a, b, c, *, loc=None, ip=None):
 def mma_f16(a, b, c, *, loc=None, ip=None):
     """m16n8k16 of f16 with float32 sums: four words a, two words b, four sums c; returns the sums."""
     return _mma("f16", a, b, c, loc, ip)
+
+
+@dsl_user_op
+def choose_bits(mask, ones, zeros, *, loc=None, ip=None):
+    """The bits of ``ones`` where the mask has a 1, of ``zeros`` elsewhere."""
+    args = (Int32(mask), Int32(ones), Int32(zeros))
+    return Int32(_asm(T.i32(), "lop3.b32 $0, $1, $2, $3, 0xca;", "=r,r,r,r", args, loc, ip))
 
 
 @dsl_user_op

@@ -127,6 +127,7 @@ class Device:
         self._running = blocks * threads
         self._stages = dict(stages or {})
         self.clock = 0
+        self.prefetched = 0
 
     @property
     def me(self) -> Thread:
@@ -210,6 +211,11 @@ class Device:
         while barrier.phase & 1 == int(parity):
             self.scheduler.wait(barrier.event)
 
+    def is_over(self, address: int, parity: int) -> bool:
+        """Whether the phase of this parity is over; others have their turns first."""
+        self.scheduler.pause()
+        return self.me.block.barriers[address].phase & 1 != parity
+
     def _phase_over(self, barrier: MBarrier) -> None:
         if barrier.pending == 0 and barrier.bytes == 0:
             barrier.phase += 1
@@ -229,6 +235,13 @@ class Device:
         self._spoil(block, shared, count)
         self._copies.append((block, shared, source, count, barrier))
         self.scheduler.wake(self._copier)
+
+    def prefetch(self, source: int, count: int) -> None:
+        """Changes nothing; the range must be there."""
+        if count % 16 or source % 16 or count <= 0:
+            raise RuntimeError(f"prefetch: {count} bytes from {source}: expected multiples of 16")
+        self.memory.check(source, count)
+        self.prefetched += 1
 
     def _spoil(self, block: Block, shared: int, count: int) -> None:
         block.shared.bytes[shared : shared + count] = SPOILED

@@ -134,7 +134,7 @@ class Modules:
             return device().together(f"redux {kind}", value, lambda v: [combine(v)] * 32)
 
         def clock() -> Int32:
-            device().clock += 1
+            device().clock += 1000  # a busy lane reads it between waits of microseconds
             return Int32(device().clock)
 
         return {
@@ -234,6 +234,8 @@ class Modules:
             "bulk_copy": lambda shared, source, count, barrier, policy: self.device.bulk_copy(
                 int(shared), int(source), int(count), int(barrier)
             ),
+            "prefetch": lambda source, count: self.device.prefetch(int(source), int(count)),
+            "is_over": lambda barrier, parity: Int32(self.device.is_over(int(barrier), int(parity))),
             "evict_first": lambda: Int64(0),
             "sleep": lambda nanoseconds: self.device.scheduler.pause(),
         }
@@ -257,6 +259,9 @@ class Modules:
             chosen = bytes(source[(int(selector) >> 4 * i) & 7] for i in range(4))
             return Int32(int.from_bytes(chosen, "little"))
 
+        def choose_bits(mask: Any, ones: Any, zeros: Any) -> Int32:
+            return Int32((int(mask) & int(ones) | ~int(mask) & int(zeros)) & 0xFFFFFFFF)
+
         def multiply(a: Any, b: Any) -> Int32:
             product = halves([[a]], np.float16) * halves([[b]], np.float16)
             return Int32(int(product.astype(np.float16).view(np.uint32)[0, 0]))
@@ -271,6 +276,7 @@ class Modules:
             "pack_f16": pack(np.float16),
             "round_bf16": lambda x: np.float32(np.float32(x).astype(BF16)),
             "permute": permute,
+            "choose_bits": choose_bits,
             "multiply_f16": multiply,
             "exp": exp,
             "exp2": _quiet(np.exp2),

@@ -10,14 +10,15 @@ rows), this SM's share of them by :func:`~..produce.span`. One matrix instructio
 8 of two codes arrays: w1 and w3 of a unit, or w2 of two consecutive units (the second may belong to the
 next slot), and 8 tokens.
 
-Weights. Lane ``4 g + q`` takes 16 bytes of weight row g, 32 columns with one scale: columns
-``128 j + 32 q ..``, warp w the steps ``j = w, w + 8, ..``. A code's bits, shifted to the top of an f16 below
-its sign, are its value times 2**-14; one f16 product with 2**(scale - 127 + 14) is then exact, so weights
-enter exactly.
+Weights. In a round each warp takes a step of 128 columns; where half of the warps or fewer would have one
+in the last round, two warps share a step. Lane ``4 g + q`` takes 16 bytes of weight row g, or 8 of them:
+columns ``128 step + 32 q ..``, which have one scale. A code's bits, shifted to the top of an f16 below its
+sign, are its value times 2**-14; one f16 product with 2**(scale - 127 + 14) is then exact, so weights enter
+exactly.
 
 Tokens. x[b] is multiplied with a power of two that puts the largest magnitude of the warp's columns into
 [2**14, 2**15), rounded to f16 (exact for numbers down to 2**-31 of the largest), and the sums are multiplied
-back. Of 8 neighbouring columns the pairs are (0, 2) (4, 6) (1, 3) (5, 7), as the codes unpack. A row's
+back. Of 8 neighbouring columns the pairs are (0, 4) (2, 6) (1, 5) (3, 7), as the codes unpack. A row's
 arithmetic involves no other row or slot. The warps' sums are added in their order.
 
 Constraints: L and F multiples of 64; L at most 3,584 and F at most 3,584 (a tile fits a stage of the ring);
@@ -37,6 +38,7 @@ from ..flow import release, signal, take, wait
 from ..produce import span, turn_of
 from ..ptx import (
     bits_to_float,
+    choose_bits,
     from_lane,
     from_other,
     high,
@@ -48,7 +50,6 @@ from ..ptx import (
     mma_f16,
     multiply_f16,
     pack_f16,
-    permute,
     round_bf16,
     select_int,
     store4_shared,
@@ -64,14 +65,27 @@ PASS = 4
 PAIRS_BYTES = 64 * 8
 """Partial sums of one warp for a tile: (token, row) pairs, of the lower and the upper 8 rows."""
 PASS_BYTES = PASS * CONSUMER_WARPS * PAIRS_BYTES
-SIGNS, MAGNITUDES = 0x80808080 - (1 << 32), 0x0E0E0E0E
-"""Where sign and magnitude of four codes belong in the bytes that become the upper halves of f16."""
+SIGNS, CODES = 0x80808080 - (1 << 32), 0x8E008E00 - (1 << 32)
+"""Signs of four codes in bytes that become the upper halves of f16; sign and magnitude of two of them."""
+
+
+def rounds_of(columns):
+    """(first step, whether two warps share a step) of the rounds over a row's steps of 128 columns."""
+    full, rest = divmod(-(-columns // STEP), CONSUMER_WARPS)
+    rounds = [(CONSUMER_WARPS * i, False) for i in range(full)]
+    return [*rounds, (CONSUMER_WARPS * full, 2 * rest <= CONSUMER_WARPS)] if rest else rounds
 
 
 def registers_of(columns):
     """Registers a lane for its warp's columns of a vector, packed f16."""
-    steps = -(-columns // STEP)
-    return 16 * -(-steps // CONSUMER_WARPS)
+    return sum(8 if shared else 16 for _, shared in rounds_of(columns))
+
+
+def step_of(t, first, shared):
+    """(step, which half of its 16-byte pieces) of this warp in a round."""
+    if shared:
+        return first + (t.warp >> 1), t.warp & 1
+    return first + t.warp, Int32(0)
 
 
 # -- tokens -------------------------------------------------------------------------------------
@@ -91,18 +105,19 @@ def load_tokens(
     Args:
         floats: the rows are float32 of bf16 numbers.
     """
-    blocks = columns // 32
     token, piece = t.lane >> 2, t.lane & 3
-    for j in cutlass.range_constexpr(registers_of(columns) // 16):
-        block = 4 * (t.warp + CONSUMER_WARPS * j) + piece
-        for i in cutlass.range_constexpr(16):
+    for j, (first, shared) in enumerate(rounds_of(columns)):
+        step, half = step_of(t, first, shared)
+        block, count = 4 * step + piece, 2 if shared else 4
+        for i in cutlass.range_constexpr(4 * count):
             x[16 * j + i] = Int32(0)
-        if (token < t.B) & (block < blocks):
-            for u in cutlass.range_constexpr(4):
+        if (token < t.B) & (block < columns // 32):
+            for u in cutlass.range_constexpr(count):
+                column = 32 * block + 16 * half + 8 * u
                 if cutlass.const_expr(floats):
-                    words = load8_rounded(source + Int64(token * row_bytes + 128 * block + 32 * u))
+                    words = load8_rounded(source + Int64(token * row_bytes + 4 * column))
                 else:
-                    words = load4(source + Int64(token * row_bytes + 64 * block + 16 * u))
+                    words = load4(source + Int64(token * row_bytes + 2 * column))
                 for i in cutlass.range_constexpr(4):
                     x[16 * j + 4 * u + i] = words[i]
 
@@ -127,10 +142,10 @@ def scale_tokens(t, x, undo):
     inverse = bits_to_float((exponent - 14) << 23)
     for i in cutlass.range_constexpr(0, count, 4):
         a, b, c, d = x[i], x[i + 1], x[i + 2], x[i + 3]
-        x[i] = pack_f16(low(a) * factor, low(b) * factor)
-        x[i + 1] = pack_f16(low(c) * factor, low(d) * factor)
-        x[i + 2] = pack_f16(high(a) * factor, high(b) * factor)
-        x[i + 3] = pack_f16(high(c) * factor, high(d) * factor)
+        x[i] = pack_f16(low(a) * factor, low(c) * factor)
+        x[i + 1] = pack_f16(low(b) * factor, low(d) * factor)
+        x[i + 2] = pack_f16(high(a) * factor, high(c) * factor)
+        x[i + 3] = pack_f16(high(b) * factor, high(d) * factor)
     first = 8 * (t.lane & 3)
     undo[0] = from_lane(inverse, first)
     undo[1] = from_lane(inverse, first + 4)
@@ -140,12 +155,11 @@ def scale_tokens(t, x, undo):
 
 
 def unpack(word, scale):
-    """Columns (0, 2) (4, 6) (1, 3) (5, 7) of 8 codes, packed f16, times a packed pair of scales."""
-    even = ((word << 4) & SIGNS) | ((word << 1) & MAGNITUDES)
-    odd = (word & SIGNS) | ((word >> 3) & MAGNITUDES)
-    zero = Int32(0)
-    pairs = [permute(half, zero, Int32(order)) for half in (even, odd) for order in (0x1404, 0x3424)]
-    return [multiply_f16(pair, scale) for pair in pairs]
+    """Columns (0, 4) (2, 6) (1, 5) (3, 7) of 8 codes, packed f16, times a packed pair of scales."""
+    even = choose_bits(Int32(SIGNS), word << 4, word << 1)
+    odd = choose_bits(Int32(SIGNS), word, word >> 3)
+    codes = Int32(CODES)
+    return [multiply_f16(pair & codes, scale) for half in (even, odd) for pair in (half << 8, half)]
 
 
 def scale_pair(address):
@@ -154,22 +168,27 @@ def scale_pair(address):
 
 
 @cute.jit
-def multiply_step(t, x, sums, lower, upper, step, j: cutlass.Constexpr, columns: cutlass.Constexpr):
-    """One step of 128 columns of both 8 rows, added to four sets of sums."""
+def multiply_round(t, x, sums, lower, upper, j: cutlass.Constexpr, columns: cutlass.Constexpr):
+    """A round's products of both 8 rows, added to four sets of sums."""
     blocks = columns // 32
+    first, shared = rounds_of(columns)[j]
+    step, half = step_of(t, first, shared)
     row, piece = t.lane >> 2, t.lane & 3
     block = 4 * step + piece
     inside = block < blocks
     if cutlass.const_expr(columns % STEP != 0):
         block = cutlass.min(block, Int32(blocks - 1))
-    codes = row * (columns // 2) + 16 * block
+    codes = row * (columns // 2) + 16 * block + 8 * half
     scales = 8 * (columns // 2) + row * blocks + block
-    a, b = load4_shared(lower + codes), load4_shared(upper + codes)
+    if cutlass.const_expr(shared):
+        a, b = load2_shared(lower + codes), load2_shared(upper + codes)
+    else:
+        a, b = load4_shared(lower + codes), load4_shared(upper + codes)
     a_scale, b_scale = scale_pair(lower + scales), scale_pair(upper + scales)
     if cutlass.const_expr(columns % STEP != 0):
         a_scale = select_int(inside, a_scale, Int32(0))
         b_scale = select_int(inside, b_scale, Int32(0))
-    for u in cutlass.range_constexpr(4):
+    for u in cutlass.range_constexpr(2 if shared else 4):
         w, v = unpack(a[u], a_scale), unpack(b[u], b_scale)
         for pair in cutlass.range_constexpr(2):
             at, of = 16 * j + 4 * u + 2 * pair, 4 * (2 * (u & 1) + pair)
@@ -189,13 +208,12 @@ def multiply(t, x, undo, y, lower, upper, columns: cutlass.Constexpr):
     for i in cutlass.range_constexpr(16):
         sums[i] = Float32(0)
     steps = -(-columns // STEP)
-    for j in cutlass.range_constexpr(registers_of(columns) // 16):
-        step = t.warp + CONSUMER_WARPS * j
-        if cutlass.const_expr(CONSUMER_WARPS * (j + 1) <= steps):
-            multiply_step(t, x, sums, lower, upper, step, j, columns)
+    for j, (first, shared) in enumerate(rounds_of(columns)):
+        if cutlass.const_expr(first + CONSUMER_WARPS // (2 if shared else 1) <= steps):
+            multiply_round(t, x, sums, lower, upper, j, columns)
         else:
-            if step < steps:
-                multiply_step(t, x, sums, lower, upper, step, j, columns)
+            if step_of(t, first, shared)[0] < steps:
+                multiply_round(t, x, sums, lower, upper, j, columns)
     for i in cutlass.range_constexpr(4):
         y[i] = ((sums[i] + sums[4 + i]) + (sums[8 + i] + sums[12 + i])) * undo[i & 1]
 
