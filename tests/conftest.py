@@ -16,7 +16,7 @@ import pytest
 
 VIRTUAL_DEVICES = 8
 MOST_MAPS = 20_000
-"""Memory maps of a process at which a finished test module leaves none of its programs; Linux allows 65,530."""
+"""Memory maps from which on a test module drops its compiled programs; Linux allows 65,530 a process."""
 _GPU_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version")
 
 if "jax" in sys.modules:
@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_memory_maps() -> Iterator[None]:
-    """Drop compiled programs when a process holds many: each has maps, and LLVM crashes when there are no more."""
+    """Drop compiled programs when they are many: each has memory maps, and LLVM crashes without more."""
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:

@@ -20,15 +20,25 @@ import jax.numpy as jnp
 
 READ_BYTES = 2 << 30
 """Read per call of the Pallas kernel: 40 times the L2 cache."""
-CALLS, ROUNDS = 4, 7
+CALLS, ROUNDS = 10, 7
+"""In flight in a round, 20 GB and more: the time of a dispatch is nothing beside it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ceiling:
-    """Bytes per second, None if there is none to compare with; and where it is from."""
+    """Bytes per second, None if there is none to compare with; where it is from; how to measure it again."""
 
     rate: float | None
     source: str
+    again: Callable[[], float] | None = None
+
+    def after(self) -> Ceiling:
+        """The higher of this and a second measurement, where there was one: one has come out 5 % low."""
+        if self.rate is None or self.again is None:
+            return self
+        second = self.again()
+        found = f"{self.rate * 1e-12:.3f} before the steps, {second * 1e-12:.3f} after them"
+        return Ceiling(max(self.rate, second), f"{self.source}: {found}")
 
 
 def ceiling_of(wanted: str, read_kernel: str | os.PathLike[str] | None = None) -> Ceiling:
@@ -59,8 +69,12 @@ def ceiling_of(wanted: str, read_kernel: str | os.PathLike[str] | None = None) -
         return Ceiling(None, f"not measured: {'; '.join(reasons)}")
     from ..pallas.read import COLUMNS, read
 
-    numbers = _random((READ_BYTES // 4 // COLUMNS, COLUMNS))
-    return Ceiling(_rate(jax.jit(read), numbers), "measured in this run, Pallas TMA read kernel")
+    shape, kernel = (READ_BYTES // 4 // COLUMNS, COLUMNS), jax.jit(read)
+    return _measured(lambda: _rate(kernel, _random(shape)), "Pallas TMA read kernel")
+
+
+def _measured(measure: Callable[[], float], kernel: str) -> Ceiling:
+    return Ceiling(measure(), f"measured in this run, {kernel}", measure)
 
 
 def _exported(path: Path) -> Ceiling:
@@ -75,8 +89,8 @@ def _exported(path: Path) -> Ceiling:
     ffi.register()
     program = export.deserialize(bytearray(path.read_bytes()))
     (operand,) = program.in_avals
-    rate = _rate(jax.jit(program.call), _random(operand.shape))
-    return Ceiling(rate, f"measured in this run, exported read kernel {path.name}")
+    kernel = jax.jit(program.call)
+    return _measured(lambda: _rate(kernel, _random(operand.shape)), f"exported read kernel {path.name}")
 
 
 @partial(jax.jit, static_argnums=0)

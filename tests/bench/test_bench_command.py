@@ -16,7 +16,7 @@ import pytest
 import k3jax
 from k3jax import cli
 from k3jax.bench import contenders, run
-from k3jax.bench.ceiling import ceiling_of
+from k3jax.bench.ceiling import Ceiling, ceiling_of
 from k3jax.bench.contenders import Contender, copy_of
 from k3jax.bench.report import Agreement, BatchReport, Report, Timing
 from k3jax.pallas.read import read, reference
@@ -242,7 +242,8 @@ def test_every_round_starts_from_the_same_state_and_rounds_alternate() -> None:
         return Contender(name, "", step, None, lambda state: state)
 
     seconds = run.alternate([contender("a"), contender("b")], state, [jnp.zeros(1)] * 2, rounds=3)
-    assert seen == [("a", 0), ("a", 1), ("b", 0), ("b", 1)] * 3
+    warm = [("a", 0), ("b", 0)]
+    assert seen == warm + [("a", 0), ("a", 1), ("b", 0), ("b", 1)] * 3
     assert [len(s) for s in seconds] == [3, 3]
 
 
@@ -369,6 +370,14 @@ def test_the_ceiling_is_given_or_measured_on_a_gpu_only() -> None:
     measured = ceiling_of("measured")
     assert measured.rate is None
     assert "got cpu" in measured.source
+
+
+def test_a_measured_ceiling_is_the_higher_of_two_measurements() -> None:
+    higher = Ceiling(4.3e12, "measured", lambda: 4.5e12).after()
+    assert (higher.rate, higher.source) == (4.5e12, "measured: 4.300 before the steps, 4.500 after them")
+    assert Ceiling(4.5e12, "measured", lambda: 4.3e12).after().rate == 4.5e12
+    given = Ceiling(4.61e12, "given")
+    assert given.after() == given
 
 
 @pytest.mark.parametrize("boxes", [1, 3, 25])
