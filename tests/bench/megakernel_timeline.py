@@ -199,8 +199,9 @@ def record(
     plan = step.plan_for(config, batch, target)
     clocks, distinct, ghz = run(plan, traced_key(plan, arch), length, steps)
     held = length + WARM_UP + steps - 1
+    given = ((layers, "layers"), (experts, "experts"))
     about = {
-        "config": name if layers is None and experts is None else f"{name} layers={layers} experts={experts}",
+        "config": ", ".join([name, *(f"{n} {what}" for n, what in given if n is not None)]),
         "batch": batch,
         "length": held,
         "distinct": distinct,
