@@ -8,6 +8,8 @@ megakernel with 1, an interrupt with 130.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import sys
 import time
@@ -360,6 +362,25 @@ def _is_user_error(error: BaseException) -> bool:
     return isinstance(error, _USER_ERRORS)
 
 
+class _Notes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _note(record.getMessage())
+
+
+@contextlib.contextmanager
+def _library_notes() -> Iterator[None]:
+    """What the library logs, such as which implementation "auto" falls back to and why, goes to stderr."""
+    log, notes = logging.getLogger("k3jax"), _Notes()
+    level = log.level
+    log.addHandler(notes)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(notes)
+        log.setLevel(level)
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status.
 
@@ -391,7 +412,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
             return launch(given[1:])
         else:
-            tyro.extras.subcommand_cli_from_dict(commands, prog="k3jax", description=about, args=given)
+            with _library_notes():
+                tyro.extras.subcommand_cli_from_dict(commands, prog="k3jax", description=about, args=given)
         sys.stdout.flush()
     except KeyboardInterrupt:
         _note("interrupted")

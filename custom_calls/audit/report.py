@@ -51,7 +51,7 @@ class Report:
         signals: release reductions.
         step_loads: global loads of what the step may write; fixed_loads: of what it never writes.
         bulk_copies: copies from global to shared memory.
-        streaming_loops: innermost loops with a matrix instruction and a wait for the ring.
+        streaming_loops: innermost loops with a wait for the ring and products, shared loads or bulk copies.
         spills: loads and stores of local memory, wherever they are.
         findings: the violations.
     """

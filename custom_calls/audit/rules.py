@@ -17,7 +17,9 @@ are *fixed*: tables and vectors that no step writes.
    they hold then what the step before left.
 3. Bulk copies read neither the workspace nor another written parameter.
 4. Every poll is an acquire, every signal has a fence before it, and no barrier is both a wait and a signal.
-5. No local memory in innermost loops that hold a matrix instruction and a wait for the ring.
+5. No local memory where data streams: in innermost loops that hold a wait for the ring and a matrix
+   instruction, a load of shared memory or a bulk copy, which run once a tile or oftener. Loops around them
+   (over splits of the attention, experts, instructions) may keep a register there.
 
 What this proves: no load of step data was moved out of the stage that waits for it, to before its wait or
 behind its signal, on any path of the control flow graph. What it does not: that the wait awaits the right
@@ -38,6 +40,9 @@ from .graph import Graph
 from .origins import UNKNOWN, Origins
 from .report import Finding, Report, Rule
 from .sass import Function, Instruction, disassemble
+
+PRODUCTS, SHARED, COPIES = ("HMMA", "QMMA", "OMMA"), ("LDS",), ("UBLKCP",)
+"""What a loop over tiles does besides waiting for the ring: products, element-wise work, copies."""
 
 _START, _CLOSED, _POLLED, _OPEN = 1, 2, 4, 8
 _SAID = {
@@ -273,12 +278,22 @@ class _Kernel:
 
     @cached_property
     def streaming_loops(self) -> list[list[int]]:
-        def kind(ins: Instruction) -> str | None:
-            if ins.base in ("HMMA", "QMMA", "OMMA"):
-                return "product"
-            return "wait" if "TRYWAIT" in ins.parts else None
+        loops: dict[tuple[int, ...], list[int]] = {}
+        for work in (PRODUCTS, SHARED, COPIES):
 
-        return self.graph.loops(kind)
+            def kind(ins: Instruction, work: tuple[str, ...] = work) -> str | None:
+                if ins.base in work:
+                    return "work"
+                return "wait" if "TRYWAIT" in ins.parts else None
+
+            for loop in self.graph.loops(kind):
+                # The producer's shared loads are lengths and ids, once for many copies.
+                if work != SHARED or not self._any(loop, COPIES):
+                    loops[tuple(sorted(loop))] = loop
+        return list(loops.values())
+
+    def _any(self, loop: list[int], bases: tuple[str, ...]) -> bool:
+        return any(self.ins(at).base in bases for i in loop for at in self.graph.blocks[i])
 
     def spills(self) -> Iterator[Finding]:
         for loop in self.streaming_loops:

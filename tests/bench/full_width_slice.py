@@ -1,6 +1,6 @@
 """The figures of ``results/slice4_h200``: every implementation on the first four layers at full width.
 
-    python tests/bench/full_width_slice.py --read-kernel read.bin        # on a GPU host, 60 GB of its memory
+    python tests/bench/full_width_slice.py --read-kernel read.bin        # on a GPU host, 80 GB of its memory
 
 All 896 experts, random weights, batch 1, 2, 4 and 8, by ``k3jax bench``, which checks that logits agree.
 ``read.bin`` is made by ``python tests/bench/read_ceiling.py compile --out read.bin``, without a GPU. What

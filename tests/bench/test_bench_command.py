@@ -379,6 +379,28 @@ def test_a_measured_ceiling_is_the_higher_of_two_measurements() -> None:
     given = Ceiling(4.61e12, "given")
     assert given.after() == given
 
+    def full() -> float:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nmore")
+
+    alone = Ceiling(4.5e12, "measured", full).after()
+    assert alone.rate == 4.5e12
+    assert alone.source.endswith(
+        "before the steps, not measured after them: RESOURCE_EXHAUSTED: out of memory"
+    )
+
+
+def test_a_bench_measures_its_ceiling_again_after_the_steps(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = Ceiling(1e9, "measured", lambda: 2e9)
+    monkeypatch.setattr("k3jax.bench.ceiling.ceiling_of", lambda wanted, read_kernel: measured)
+    options = ["--implementations", "xla", "--steps", "1", "--rounds", "1", "--length", "0"]
+    assert cli.main(["bench", str(checkpoint), *options, "--json", str(tmp_path / "b.json")]) == 0
+    found = json.loads((tmp_path / "b.json").read_text())
+    assert found["ceiling_tb_per_s"] == pytest.approx(0.002)
+    (row,) = found["batches"][0]["rows"]
+    assert row["ceiling_share"] == pytest.approx(row["tb_per_s"] / 0.002)
+
 
 @pytest.mark.parametrize("boxes", [1, 3, 25])
 def test_the_read_kernel_visits_every_box_once(boxes: int) -> None:

@@ -56,7 +56,7 @@ def test_a_planted_fault_is_found_and_nothing_else(modules: Path, kind: str) -> 
     broken = {finding.rule for finding in found.findings}
     assert broken == ({KINDS[kind]} if KINDS[kind] else set()), str(found)
     assert found.polls == 2  # before the loop that polls, and in it
-    assert (found.waits, found.signals, found.bulk_copies, found.streaming_loops) == (1, 1, 1, 1)
+    assert (found.waits, found.signals, found.bulk_copies, found.streaming_loops) == (1, 1, 1, 2)
     assert found.step_loads == 1
     assert found.fixed_loads >= 16  # the resident vector, the records
 

@@ -37,9 +37,8 @@ def config(name: str) -> K3Config:
     ("name", "arch", "batch", "stages"),
     [
         ("k3", "sm_90a", 1, 16),
-        ("kda", "sm_100a", 1, 7),
-        pytest.param("nano", "sm_100a", 1, 16, marks=pytest.mark.slow),
-        pytest.param("nano", "sm_103a", 1, 16, marks=pytest.mark.slow),
+        ("nano", "sm_100a", 1, 16),
+        ("nano", "sm_103a", 1, 16),
         pytest.param("kda", "sm_90a", 3, 7, marks=pytest.mark.slow),
         pytest.param("k3", "sm_90a", 8, 16, marks=pytest.mark.slow),
     ],
@@ -61,7 +60,7 @@ def test_the_kernel_fits_an_sm_and_keeps_the_rules_of_its_machine_code(
     assert report.polls >= 2 * report.waits
     assert report.step_loads > 20
     assert report.fixed_loads > 20
-    assert report.streaming_loops >= stages // 2
+    assert report.streaming_loops >= stages - 2
     assert report.bulk_copies >= 2
 
 
@@ -75,6 +74,7 @@ def test_the_kernel_fits_an_sm_and_keeps_the_rules_of_its_machine_code(
         (4, 1, 2, 2, True),
         pytest.param(4, 1, 2, 2, False, marks=pytest.mark.slow),
         pytest.param(4, 8, 2, 1, False, marks=pytest.mark.slow),
+        pytest.param(4, 1, 4, 4, False, marks=pytest.mark.slow),
         pytest.param(4, 1, 16, 1, False, marks=pytest.mark.slow),
         pytest.param(93, 8, 16, 16, False, marks=pytest.mark.slow),
         pytest.param(93, 1, 8, 4, False, marks=pytest.mark.slow),

@@ -83,9 +83,9 @@ class Order(Fixed):
     """Where the tiles of an instruction's matrix lie, in the order in which they are streamed.
 
     Attributes:
-        total: tiles; inner: of the inner loop.
+        base: address of the first; total: tiles; inner: of the inner loop.
         outer_step, inner_step: bytes from an outer, or an inner, place to the next.
-        tile: bytes of one; whole: bytes of the groups of this SM, where the last piece of them may end early.
+        tile_bytes: of one; whole: of the groups of this SM, where the last piece of them may end early.
     """
 
     def __init__(self, base, total, inner, outer_step, inner_step, tile, whole):

@@ -49,7 +49,7 @@ class Operand:
 
 
 @contextmanager
-def _in_place_of(table: Mapping[str, Any]) -> Iterator[None]:
+def in_place_of(table: Mapping[str, Any]) -> Iterator[None]:
     """The stand-ins as modules, the kernel's modules absent, import hooks of tests out of the way."""
     mine = {
         name for name in sys.modules
@@ -101,7 +101,7 @@ class Kernel:
 
     def __init__(self, edits: Mapping[str, tuple[str, str]] | None = None):
         self.modules = Modules()
-        with _in_place_of(self.modules.table(KERNEL)):
+        with in_place_of(self.modules.table(KERNEL)):
             for name, edit in (edits or {}).items():
                 _load_edited(f"{KERNEL}.{name}", *edit)
             self.entry = importlib.import_module(f"{KERNEL}.entry")
@@ -281,4 +281,4 @@ def _cut(field: Field, work: np.ndarray) -> np.ndarray:
     return data.view(BF16 if field.dtype == "bfloat16" else field.dtype).reshape(field.shape)
 
 
-__all__ = ["Kernel", "fields_of", "operands_of"]
+__all__ = ["KERNEL", "Kernel", "fields_of", "in_place_of", "operands_of"]
