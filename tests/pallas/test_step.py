@@ -69,6 +69,7 @@ def test_generate_with_nano_gives_the_xla_tokens() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_long_generation_of_several_rows_gives_the_xla_tokens() -> None:
     model = nano()
     interpreted = k3jax.Model(model.params, model.config, model.tokenizer, implementation="pallas-interpret")
