@@ -131,7 +131,7 @@ CUT = tuple(KernelCase("wide-experts", batch, ways=2) for batch in (1, 3))
 
 SIXTEEN = tuple(KernelCase("slice4-e16", 1, ways=16, expert_ways=n) for n in (1, 16))
 """A rank of 16 at the release's widths: with a sixteenth of every expert's width, and with whole experts."""
-LONG = (KernelCase("slice4-e16", 2),)
+LONG = (KernelCase("slice4-e16", 2), KernelCase("slice4-e16", 4))
 """For rows of a million tokens."""
 
 PEERS = tuple(dataclasses.replace(case, peers=True) for case in (*SPREAD, *CUT))
