@@ -146,9 +146,7 @@ def test_rows_that_share_no_expert_take_every_slot() -> None:
 
 def test_equal_attention_scores_average_the_cache() -> None:
     run = kernel(3, in_attention("mla", q_b_proj=lambda w, i: 0 * w))
-    check(
-        "equal attention scores", run, random_state(run.config, (129, 0, 700), 1024, seed=2), TOKENS[:3]
-    )
+    check("equal attention scores", run, random_state(run.config, (129, 0, 700), 1024, seed=2), TOKENS[:3])
 
 
 def test_attention_scores_far_below_zero_keep_their_softmax() -> None:
@@ -204,9 +202,7 @@ def test_k3s_whole_range_of_decays() -> None:
             f_b_proj=lambda w, i: 8 * w.astype(np.float32),
         ),
     )
-    check(
-        "decays", run, random_state(run.config, (5, 0, 64), 512, seed=4, scale=3.0), TOKENS[:3]
-    )
+    check("decays", run, random_state(run.config, (5, 0, 64), 512, seed=4, scale=3.0), TOKENS[:3])
 
 
 def test_zero_rows() -> None:
@@ -226,9 +222,7 @@ def test_numbers_a_thousand_times_as_large() -> None:
     tree = dict(params())
     tree["embed_tokens"] = tree["embed_tokens"] * 1024
     run = kernel(3, tree)
-    check(
-        "large", run, random_state(run.config, (5, 0, 64), 512, seed=6, scale=30.0), TOKENS[:3]
-    )
+    check("large", run, random_state(run.config, (5, 0, 64), 512, seed=6, scale=30.0), TOKENS[:3])
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def queries(c: Any, fields: Any, batch: int) -> jax.Array:
 
 
 def special_places(b: int, length: int, width: int) -> list[int]:
-    """Borders of a row: its ends, splits of 64, and where the cache's bytes and numbers pass 2^31 and 2^32."""
+    """Borders of a row: its ends, splits of 64, and where bytes and numbers pass 2^31 and 2^32."""
     borders = [limit // (size * width) - b * CAPACITY for limit in (1 << 31, 1 << 32) for size in (1, 2)]
     near = [at + d for at in borders for d in (-1, 0, 1)]
     return [0, 63, 64, 127, length - 1, length - 2, length // 64 * 64 - 1, length // 64 * 64, *near]

@@ -1,4 +1,4 @@
-"""``Model.pack()`` on the GPU takes the bytes of its result and one matrix more, by the device's own count."""
+"""``Model.pack()`` on the GPU takes the bytes of its result and one matrix more, as the device counts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import k3jax
-from k3jax.custom_calls.pack import PACKED, plan_of
 from k3jax.custom_calls.decode_megakernel.operands import is_matrix, packed_shapes
+from k3jax.custom_calls.pack import PACKED, plan_of
 from support.megakernel_cases import config
 from support.megakernel_gpu import report
 
@@ -29,8 +29,8 @@ def whole_head() -> Any:
 
 
 def small_head() -> Any:
-    """Eight layers with a sixteenth of the vocabulary: the widest is the dense network's, 1 GB, and six of KDA,
-    0.7 GB each, are packed one behind the other, so the work spaces of several at once would show."""
+    """Eight layers with a sixteenth of the vocabulary: the widest is the dense network's, 1 GB, and six
+    of KDA, 0.7 GB each, are packed one behind the other, so the work spaces of several at once would show."""
     few = k3jax.K3Config.preset("k3-slice", num_layers=8, num_experts=16)
     names = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     return dataclasses.replace(few, vocab_size=few.vocab_size // 16, **names)
@@ -50,7 +50,7 @@ def counted() -> dict[str, int]:
 
 
 def fill_to_the_peak(need: int) -> list[jax.Array]:
-    """Arrays that make the bytes in use the most that ever were: the peak is from then on that of what follows.
+    """Arrays that make the bytes in use the most that ever were: the peak then is that of what follows.
 
     Args:
         need: bytes that must be left.
@@ -88,8 +88,8 @@ def test_packing_takes_its_result_and_one_matrix(make: Any) -> None:
     assert end["peak_bytes_in_use"] >= begin["bytes_in_use"] + result, "the peak is not packing's"
     extra = end["peak_bytes_in_use"] - end["bytes_in_use"]
     report(
-        f"pack, {make.__name__}: result {result / 1e9:.2f} GB, beside it {extra / 1e9:.3f} GB, largest matrix "
-        f"{one / 1e9:.3f} GB"
+        f"pack, {make.__name__}: result {result / 1e9:.2f} GB, beside it {extra / 1e9:.3f} GB, largest "
+        f"matrix {one / 1e9:.3f} GB"
     )
     assert extra <= one + SLACK
     held.clear()

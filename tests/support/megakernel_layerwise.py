@@ -6,6 +6,7 @@ programs serve all layers, since snapshots lie in one array, of which a number i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from k3jax.layers.kda import kda_step
 from k3jax.layers.mla import mla_step
 from k3jax.layers.moe import latent_moe
 from k3jax.layers.norm import rms_norm
+from k3jax.state import State
 
 Stream = tuple[jax.Array, jax.Array, int]
 """Running sum [B, D], snapshots [J, B, D], and how many of them are taken."""
@@ -72,7 +74,7 @@ class Layers:
     def __init__(self, params: Mapping[str, Any], config: K3Config, state: Any, run: Any, wide: bool):
         self.params, self.config, self.wide = params, config, wide
         self.run, self.lengths = jnp.asarray(run), state.lengths
-        self.states = [_without_nan(layer, state.lengths) for layer in state.layers]
+        self.states = clean(state).layers
 
     def begin(self, tokens: np.ndarray) -> Stream:
         """The embeddings, and no snapshot."""
@@ -92,6 +94,12 @@ class Layers:
         return pre, blocks, count + starts
 
 
+def clean(state: State) -> State:
+    """``state`` with zeros where its caches hold no token: XLA multiplies all that lies there."""
+    layers = tuple(_without_nan(layer, state.lengths) for layer in state.layers)
+    return dataclasses.replace(state, layers=layers)
+
+
 def _without_nan(layer: Mapping[str, jax.Array], lengths: jax.Array) -> dict[str, jax.Array]:
     if "cache" not in layer:
         return dict(layer)
@@ -107,4 +115,4 @@ def row_errors(got: Any, want: Any) -> np.ndarray:
     return np.where(np.isfinite(g).all(axis=-1), error, np.inf)
 
 
-__all__ = ["Layers", "Stream", "row_errors"]
+__all__ = ["Layers", "Stream", "clean", "row_errors"]

@@ -20,7 +20,9 @@ BLOCK = 16384
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "width", "block"))
-def random_rows(key: jax.Array, length: jax.Array, capacity: int, width: int, block: int = BLOCK) -> jax.Array:
+def random_rows(
+    key: jax.Array, length: jax.Array, capacity: int, width: int, block: int = BLOCK
+) -> jax.Array:
     """One row's cache, bfloat16 [capacity, width]: normal numbers, NaN from ``length`` on."""
 
     def piece(i: jax.Array) -> jax.Array:
@@ -40,7 +42,9 @@ def needle_places(heads: int, length: int, special: Sequence[int], seed: int) ->
 
 
 @jax.jit
-def with_needles(row: jax.Array, places: jax.Array, query: jax.Array, scale: jax.Array, score: jax.Array) -> Any:
+def with_needles(
+    row: jax.Array, places: jax.Array, query: jax.Array, scale: jax.Array, score: jax.Array
+) -> Any:
     """A row's cache in which head n finds its own query at place n, so that its score there is ``score``.
 
     Args:
@@ -58,8 +62,8 @@ def attend(
 ) -> jax.Array:  # fmt: skip
     """Attention of one token over its row's cache and itself, in float32: contexts [N, values].
 
-    ``softmax_t(scale query[n] . row[t]) . row[t, :values]`` over t <= length, where row[length] is ``new``: the
-    largest score first, then sums with it.
+    ``softmax_t(scale query[n] . row[t]) . row[t, :values]`` over t <= length, where row[length] is ``new``:
+    the largest score first, then sums with it.
 
     Args:
         row: [S, C + R], S a multiple of ``block``; what lies from ``length`` on is not used.
@@ -94,7 +98,7 @@ def attend(
 
 @functools.partial(jax.jit, static_argnames=("b", "block"))
 def changed_places(old: jax.Array, new: jax.Array, b: int, block: int = BLOCK) -> tuple[jax.Array, jax.Array]:
-    """How many places of row ``b`` differ in a bit between two caches [B, S, C + R], and the last of them, -1."""
+    """How many places of row ``b`` differ in a bit between two caches [B, S, C + R], and the last one, -1."""
 
     def piece(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         one, other = (
