@@ -122,9 +122,9 @@ def buffered_calls(folder: Path) -> int:
     """Custom calls that XLA put into command buffers, by its dumps of one compiled program.
 
     XLA:GPU makes command buffers of its finished list of launches ("thunks"), so the optimised program
-    (``as_text``) does not show them. With ``xla_dump_to`` it writes the list as text, a line a launch, what a
-    command buffer holds indented under ``kCommandBuffer``; the file's name ends so in the XLA of jax 0.12,
-    and older ones are read by content.
+    (``as_text``) does not show them. With ``xla_dump_to`` it writes the list as text, before and after passes
+    over it (``*.thunk_sequence*.txt``), a line a launch, what a command buffer holds indented under its line
+    ``kCommandBuffer``: so in jaxlib 0.11.2 and 0.12.0.1.
     """
     lists = [path.read_text() for path in folder.iterdir() if "thunk_sequence" in path.name]
     assert lists, f"XLA wrote no list of launches: {sorted(path.name for path in folder.iterdir())}"

@@ -36,9 +36,9 @@ FREE = 3.0
 and as the largest so far: two draws of the same noise, which for a single row differ by up to 2.5."""
 FLOOR = 0.01
 """Added to it: the first layers' few roundings, 2^-9 each."""
-LOGITS = 0.45
-"""Relative RMS of the kernel's logits from XLA's: sqrt(2) times the largest distance of a bfloat16 step from
-float32 that was seen, 0.29. A snapshot left out, or two layers swapped, makes it more than 1."""
+TELLING = 0.4
+"""Relative RMS of XLA's logits from float32 above which the comparison would say nothing: a snapshot left out
+or two layers swapped has 0.4 to 1 at 37 layers on a CPU. The largest seen of a row of 93 layers is 0.27."""
 BLOCK = 0.1
 """Relative RMS of the running sum within a block that begins with the kernel's own numbers: 12 layers of
 bfloat16 reach 0.02 to 0.04 on a CPU."""
@@ -118,7 +118,8 @@ def check_free(
     report(f"{name}, logits: {np.round(apart, 3)} from XLA, {far[0]:.3f} ({far[1]:.3f}) from float32")
     assert not wrong, "\n".join(wrong[:20])
     assert far[0] <= FREE * far[1] + FLOOR
-    assert (apart <= LOGITS).all(), apart
+    assert far[1] <= TELLING
+    assert np.sqrt(np.mean(apart**2)) <= FREE * far[1] + FLOOR, apart
 
 
 def check_blocks(
