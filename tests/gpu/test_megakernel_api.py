@@ -6,6 +6,7 @@ Kernels come from the cache, where ``tests/gpu/build_artifacts.py`` puts them, o
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -117,21 +118,63 @@ def test_unrolled_steps_equal_single_ones_bit_for_bit() -> None:
         assert_bit_equal(getattr(together[2], name), getattr(state, name))
 
 
-def test_steps_in_a_command_buffer_equal_those_outside() -> None:
-    """XLA records custom calls into a CUDA graph only when told to, and replays it from the second run on."""
+def buffered_calls(folder: Path) -> int:
+    """Custom calls that XLA put into command buffers, by its dumps of one compiled program.
+
+    XLA:GPU makes command buffers of its finished list of launches ("thunks"), so the optimised program
+    (``as_text``) does not show them. With ``xla_dump_to`` it writes the list as text, before and after passes
+    over it (``*.thunk_sequence*.txt``), a line a launch, what a command buffer holds indented under its line
+    ``kCommandBuffer``: so in jaxlib 0.11.2 and 0.12.0.1.
+    """
+    lists = [path.read_text() for path in folder.iterdir() if "thunk_sequence" in path.name]
+    assert lists, f"XLA wrote no list of launches: {sorted(path.name for path in folder.iterdir())}"
+    return max(_calls_inside(text) for text in lists)
+
+
+def _calls_inside(thunks: str) -> int:
+    found, within = 0, None
+    for line in thunks.splitlines():
+        depth = len(line) - len(line.lstrip())
+        if within is not None and depth <= within:
+            within = None
+        if within is None and "kCommandBuffer" in line:
+            within = depth
+        elif within is not None and "kCustomCall" in line:
+            found += 1
+    return found
+
+
+def test_steps_in_a_command_buffer_equal_those_outside(tmp_path: Path) -> None:
+    """XLA records custom calls into a CUDA graph, and replays it from the second run on, or does not."""
     mega, config = model("megakernel"), model("megakernel").config
-    params, on = step.operands_only(mega.params), jnp.ones(2, bool)
+    params, on, count = step.operands_only(mega.params), jnp.ones(2, bool), 3
 
     def steps(params: Any, state: Any, token: Any) -> Any:
         logits = None
-        for _ in range(3):
+        for _ in range(count):
             logits, token, state = step.step(params, state, token, on, config)
         return logits, token, state
 
-    recorded = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
-    plain, graph = jax.jit(steps), jax.jit(steps, compiler_options=recorded)
+    folders = {name: tmp_path / name for name in ("plain", "graph")}
+    for folder in folders.values():
+        folder.mkdir()
+    kinds = {"plain": "", "graph": "FUSION,CUSTOM_CALL"}
+    options: dict[str, Any] = {
+        name: {
+            "xla_gpu_enable_command_buffer": kinds[name],
+            "xla_gpu_graph_min_graph_size": 1,
+            "xla_dump_to": str(folder),
+        }
+        for name, folder in folders.items()
+    }
     token = jnp.array([65, 66], jnp.int32)
     state = other = started(2)
+    plain, graph = (
+        jax.jit(steps, compiler_options=options[name]).lower(params, state, token).compile()
+        for name in ("plain", "graph")
+    )
+    assert buffered_calls(folders["plain"]) == 0
+    assert buffered_calls(folders["graph"]) == count
     for _ in range(4):
         logits, following, state = plain(params, state, token)
         same, again, other = graph(params, other, token)

@@ -14,19 +14,12 @@ import pytest
 
 import k3jax
 from k3jax import mesh
-from k3jax.custom_calls.decode_megakernel.interpreter import share as shares
-from support.compare import relative_rms
 from support.megakernel_cases import CUT, PEERS, SPREAD, KernelCase, config
 from support.megakernel_gpu import host, random_state, report
-from support.megakernel_share_gpu import TurnTaker
+from support.megakernel_share_gpu import TurnTaker, check_every_segment
 
 pytestmark = [pytest.mark.timeout(240, method="thread")]
 
-GIVEN = 5e-3
-"""Relative RMS of what a segment gives, against the interpreter on the same exchanged numbers: bfloat16
-roundings within the segment's few stages that sums in another order turn."""
-LOGITS = 0.03
-"""The same of a whole step's logits, whose segments go on from the kernel's own numbers."""
 PROMPT = "In the beginning"
 
 
@@ -51,44 +44,9 @@ def test_every_segment_of_both_ranks_is_the_interpreters(case: KernelCase) -> No
     lengths = (64, 0, 129)[: case.batch]
     state = host(random_state(config(case.model), lengths, 512, seed=case.batch, scale=0.5))
     run = TurnTaker(params(case.model), case, state)
-    p = run.plan
     tokens = np.random.default_rng(case.batch).integers(0, 256, case.batch)
     live = np.arange(case.batch) != 1
-    values: list[Any] = [shares.carried(p) for _ in range(2)]
-    gives: list[jax.Array] = []
-    worst = 0.0
-    for number, part in enumerate(run.share.segments):
-        assert part.kind is not None
-        take = run.take(part.kind, gives, tokens)
-        gives = []
-        for rank in range(2):
-            out = run.segment(rank, number, take, tokens, live)
-            assert not np.asarray(out["fault"]).any(), np.asarray(out["fault"])
-            tree = shares.params_of(run.trees[rank], p, part)
-            with np.errstate(all="ignore"):  # rows that do not run hold anything
-                values[rank], want, layers = shares.run_segment(
-                    p, number, rank, tree, values[rank], np.asarray(take), run.states[rank], tokens, live,
-                    params(case.model)["embed_tokens"].dtype,
-                )  # fmt: skip
-            name = f"rank {rank}, segment {number} ({part.kind.name} of layer {part.layer})"
-            there = ~np.isnan(want[live])
-            if there.any():
-                error = relative_rms(np.asarray(out["give"])[live][there], want[live][there])
-                worst = max(worst, error)
-                assert error <= GIVEN, f"{name}: {error:.2e}"
-            for i, layer in layers.items():
-                for key, leaf in layer.items():
-                    got = np.asarray(out["state"][i][key])
-                    same = ~np.isnan(np.asarray(leaf, np.float32))
-                    assert relative_rms(got[same], leaf[same]) <= GIVEN, f"{name}, {key}"
-                    kept = np.asarray(run.states[rank].layers[i][key])
-                    assert got[~live].tobytes() == kept[~live].tobytes(), f"{name}, {key}"
-            gives.append(out["give"])
-            if part.gives is None:
-                logits = values[rank]["logits"].T
-                assert relative_rms(np.asarray(out["logits"])[live], logits[live]) <= LOGITS
-                assert not np.asarray(out["logits"])[~live].any()
-                assert out["lengths"].tolist() == (np.asarray(lengths) + live).tolist()
+    _, worst = check_every_segment(run, tokens, live, range(2))
     report(f"{case}: {len(run.share.segments)} segments, worst given {worst:.1e}")
 
 

@@ -1,9 +1,8 @@
 """The decode megakernel at K3's widths: every stage from its own inputs, every sublayer, and the whole step.
 
 Two models: the first four layers of the release at full width with all 896 experts, and all 93 layers at
-the widths of one of 16 ranks. A step is stopped behind each sublayer, see ``support.megakernel_gpu``;
-what its stages left is computed again from the fields they read (``support.megakernel_wide``), and the
-sublayer by the library's float32 model from the same normed input, with the kernel's choice of experts.
+the widths of one of 16 ranks. Sublayers as in ``support.megakernel_sublayers``; the whole step of the
+second model is in ``test_megakernel_shard93.py``.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ import pytest
 
 import k3jax
 from k3jax.custom_calls.pack import with_packed
-from support import megakernel_wide as wide
 from support.compare import assert_routing_equal
 from support.megakernel_cases import SHARD93, SLICE4, KernelCase, config
-from support.megakernel_gpu import Launcher, last_sublayer, random_state, report
+from support.megakernel_gpu import Launcher, random_state, report
+from support.megakernel_sublayers import check_every_sublayer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240, method="thread")]
 
@@ -47,37 +46,6 @@ def slice4() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def shard93() -> Iterator[Any]:
     yield from _params("shard93")
-
-
-def check_every_sublayer(name: str, run: Launcher, state: Any, tokens: Any, active: Any) -> None:
-    """Assert every stage of every sublayer, and report the largest errors."""
-    c, p, params = run.config, run.plan, run.whole
-    live, wrong, worst = jnp.asarray(active), [], {}
-    for sub in range(last_sublayer(run) + 1):
-        last = sub == last_sublayer(run)
-        out = run(state, tokens, active, until=None if last else sub)
-        assert out.fault is None, f"sublayer {sub}: {out.fault}"
-        f, layer = out.fields, sub // 2
-        starts = jnp.asarray(not sub % 2 and not last and c.starts_block(layer))
-        key = "output_attn_res" if last else "mlp_res" if sub % 2 else "self_attention_res"
-        tree = params if last else params["layers"][layer]
-        errors = wide.mixture(
-            c, f, f["pre"][sub % 2], jnp.int32(p.snapshots(sub)), starts,
-            tree[f"{key}_norm"], tree[f"{key}_proj"], live,
-        )  # fmt: skip
-        if last:
-            head = {n: params[n] for n in ("norm", "lm_head")}
-            errors |= wide.output(c, head, f, out.logits, live)
-        elif sub % 2:
-            errors |= wide.feed_forward(c, c.is_moe(layer), tree, f, live)
-        else:
-            errors |= wide.attention(
-                c, c.layer_types[layer], tree, f, state.layers[layer], out.state.layers[layer],
-                state.lengths, starts, live,
-            )  # fmt: skip
-        wrong += wide.problems(f"{name}, layer {layer}{', FFN' if sub % 2 else ''}", errors, worst)
-    report(f"{name}: RMS " + ", ".join(f"{n} {v:.1e}" for n, v in sorted(worst.items())))
-    assert not wrong, "\n".join(wrong[:40])
 
 
 @pytest.mark.parametrize("case", SLICE4, ids=str)

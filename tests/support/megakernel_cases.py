@@ -33,6 +33,11 @@ def _slice4() -> K3Config:
     return K3Config.preset("k3-slice", num_layers=4)
 
 
+def _slice4_e16() -> K3Config:
+    """The same four layers with 16 experts, all of them active: 11 GB, and no choice of experts to turn."""
+    return K3Config.preset("k3-slice", num_layers=4, num_experts=16)
+
+
 def _shard93() -> K3Config:
     """All 93 layers at the widths that one of 16 tensor-parallel ranks has, 16 experts; latent columns whole.
 
@@ -54,12 +59,18 @@ def _shard93() -> K3Config:
     )
 
 
-_CONFIGS = {"nano": _nano, "wide-experts": _wide_experts, "slice4": _slice4, "shard93": _shard93}
+_CONFIGS = {
+    "nano": _nano,
+    "wide-experts": _wide_experts,
+    "slice4": _slice4,
+    "slice4-e16": _slice4_e16,
+    "shard93": _shard93,
+}
 
 
 @functools.cache
 def config(name: str) -> K3Config:
-    """The configuration of a model by its name here: nano, wide-experts, slice4 or shard93."""
+    """The configuration of a model by its name here: nano, wide-experts, slice4, slice4-e16 or shard93."""
     return _CONFIGS[name]()
 
 
@@ -118,6 +129,11 @@ SPREAD = tuple(KernelCase("nano", batch, ways=2, expert_ways=2) for batch in (1,
 CUT = tuple(KernelCase("wide-experts", batch, ways=2) for batch in (1, 3))
 """A rank of two, each with half of every expert's width."""
 
+SIXTEEN = tuple(KernelCase("slice4-e16", 1, ways=16, expert_ways=n) for n in (1, 16))
+"""A rank of 16 at the release's widths: with a sixteenth of every expert's width, and with whole experts."""
+LONG = (KernelCase("slice4-e16", 2), KernelCase("slice4-e16", 4))
+"""For rows of a million tokens."""
+
 PEERS = tuple(dataclasses.replace(case, peers=True) for case in (*SPREAD, *CUT))
 """The same, exchanging in the kernel."""
 
@@ -133,6 +149,8 @@ CASES = (
     *API,
     *SLICE4,
     *SHARD93,
+    *SIXTEEN,
+    *LONG,
     *SANITIZER,
 )
 
@@ -143,10 +161,12 @@ __all__ = [
     "DELAYS",
     "FEWER_SMS",
     "IMPATIENT",
+    "LONG",
     "NANO",
     "PEERS",
     "SANITIZER",
     "SHARD93",
+    "SIXTEEN",
     "SLICE4",
     "SMS",
     "SPINS",

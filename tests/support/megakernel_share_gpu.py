@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,9 +20,16 @@ from k3jax.custom_calls.decode_megakernel.stages import exchange_columns
 from k3jax.custom_calls.tables import launch_tables
 from k3jax.state import State
 
+from .compare import relative_rms
 from .emulator.step import operands_of
 from .megakernel_cases import KernelCase
 from .megakernel_shares import local_params, local_state
+
+GIVEN = 5e-3
+"""Relative RMS of what a segment gives, against the interpreter on the same exchanged numbers: bfloat16
+roundings within the segment's few stages that sums in another order turn."""
+LOGITS = 0.03
+"""The same of a whole step's logits, whose segments go on from the kernel's own numbers."""
 
 
 class TurnTaker:
@@ -112,4 +119,53 @@ class TurnTaker:
         return logits, own[best, np.arange(self.plan.B)]
 
 
-__all__ = ["TurnTaker"]
+def check_every_segment(
+    run: TurnTaker, tokens: np.ndarray, live: np.ndarray, interpreted: Sequence[int]
+) -> tuple[np.ndarray, float]:
+    """A step of all ranks; fail unless every segment of the ``interpreted`` ranks is the interpreter's.
+
+    Returns:
+        float32 logits of the whole vocabulary [B, W], and the largest error of what a segment gave.
+    """
+    p, dtype = run.plan, run.params["embed_tokens"].dtype
+    lengths = np.asarray(run.states[0].lengths)
+    values: dict[int, Any] = {rank: shares.carried(p) for rank in interpreted}
+    gives: list[jax.Array] = []
+    outs: list[dict[str, Any]] = []
+    worst = 0.0
+    for number, part in enumerate(run.share.segments):
+        assert part.kind is not None
+        take = run.take(part.kind, gives, tokens)
+        outs = [run.segment(rank, number, take, tokens, live) for rank in range(p.ways)]
+        gives = [out["give"] for out in outs]
+        for rank, out in enumerate(outs):
+            assert not np.asarray(out["fault"]).any(), (rank, number, np.asarray(out["fault"]))
+        for rank in interpreted:
+            out, tree = outs[rank], shares.params_of(run.trees[rank], p, part)
+            with np.errstate(all="ignore"):  # rows that do not run hold anything
+                values[rank], want, layers = shares.run_segment(
+                    p, number, rank, tree, values[rank], np.asarray(take), run.states[rank], tokens, live,
+                    dtype,
+                )  # fmt: skip
+            name = f"rank {rank}, segment {number} ({part.kind.name} of layer {part.layer})"
+            there = ~np.isnan(want[live])
+            if there.any():
+                error = relative_rms(np.asarray(out["give"])[live][there], want[live][there])
+                worst = max(worst, error)
+                assert error <= GIVEN, f"{name}: {error:.2e}"
+            for i, layer in layers.items():
+                for key, leaf in layer.items():
+                    got = np.asarray(out["state"][i][key])
+                    same = ~np.isnan(np.asarray(leaf, np.float32))
+                    assert relative_rms(got[same], leaf[same]) <= GIVEN, f"{name}, {key}"
+                    kept = np.asarray(run.states[rank].layers[i][key])
+                    assert got[~live].tobytes() == kept[~live].tobytes(), f"{name}, {key}"
+            if part.gives is None:
+                logits = values[rank]["logits"].T
+                assert relative_rms(np.asarray(out["logits"])[live], logits[live]) <= LOGITS, name
+                assert not np.asarray(out["logits"])[~live].any(), name
+                assert out["lengths"].tolist() == (lengths + live).tolist(), name
+    return np.concatenate([np.asarray(out["logits"]) for out in outs], axis=1), worst
+
+
+__all__ = ["GIVEN", "LOGITS", "TurnTaker", "check_every_segment"]
