@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 import k3jax
 from k3jax import K3Config, checkpoints, mesh, sharded_step
-from k3jax.custom_calls import artifacts, ffi, planned, planned_step, support
+from k3jax.custom_calls import artifacts, ffi, fit, planned, planned_step, support
 from k3jax.custom_calls.decode_megakernel.operands import packed_part, packed_shapes
 from k3jax.custom_calls.pack import PACKED
 from k3jax.custom_calls.step import operands_only, target_of
@@ -131,7 +131,7 @@ def lowered(
     plan = plan_of(ways, width)
     share = planned.plan_of_share(config(), plan, batch, target_of()[1])
     # Widths that a CPU can multiply are not the kernel's.
-    monkeypatch.setattr(planned, "plan_reasons", lambda plan: ())
+    monkeypatch.setattr(fit, "plan_reasons", lambda plan: ())
     monkeypatch.setattr(planned_step, "obtain", lambda key: megakernel.artifact(batch, plan=key.plan))
     state = mesh.planned_state(config(), plan, batch, 300, "bfloat16")
     state = planned.with_kernel(state, config(), plan, peers)
@@ -211,7 +211,7 @@ def test_one_device_is_one_segment_without_a_collective(monkeypatch: pytest.Monk
 
 def test_a_state_without_or_with_other_kernel_leaves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(2, 2)
-    monkeypatch.setattr(planned, "plan_reasons", lambda plan: ())
+    monkeypatch.setattr(fit, "plan_reasons", lambda plan: ())
     monkeypatch.setattr(planned_step, "obtain", lambda key: megakernel.artifact(2, plan=key.plan))
     step = functools.partial(
         planned_step.step, operands_only(packed_params(2, 2)), tokens=jnp.arange(2), active=jnp.ones(2, bool),
