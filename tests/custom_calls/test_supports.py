@@ -182,11 +182,26 @@ def test_a_reason_of_one_kind_hides_none_of_another() -> None:
 
 
 @pytest.mark.usefixtures("_the_real_check")
+def test_a_missing_kernel_is_one_of_the_reasons_unless_there_can_be_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(support, "compiler_problem", lambda: "compiler: none is installed")
+    rows, kernel = k3jax.supports(slice4(), Gpu(), 9)
+    assert rows == NINE
+    assert kernel.startswith("kernel: sm_90a-132sm-batch8-")
+    (active,) = k3jax.supports(slice4(num_experts_per_token=17), Gpu(), 1)
+    assert active == "num_experts_per_token: expected 1..16, got 17"
+
+
+@pytest.mark.usefixtures("_the_real_check")
 def test_what_only_some_shares_have_against_them_is_not_held_against_one_that_cannot_be() -> None:
-    """2,112 columns of an expert are a multiple of 64, a sixteenth of them (132) is not."""
+    """2,112 columns of an expert are a multiple of 64, a sixteenth of them (132) is not; 16 rows of 4,096
+    are too many for the ring, of half as many they are not."""
     odd = slice4(moe_intermediate_size=2112)
     assert any("multiples of 64 columns, got 132" in reason for reason in fit.kernel_reasons(odd, 1, SMS, 16))
-    assert not any("columns" in reason for reason in fit.kernel_reasons(odd, 1, SMS, 7))
+    wide = slice4(moe_intermediate_size=4096)
+    assert any("16 rows of w2" in reason for reason in fit.kernel_reasons(wide, 1, SMS, 1))
+    assert fit.kernel_reasons(odd, 1, SMS, 7) == fit.kernel_reasons(wide, 1, SMS, 7) == ()
 
 
 @pytest.mark.usefixtures("_the_real_check")
