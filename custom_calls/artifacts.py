@@ -8,6 +8,13 @@ File: 8 bytes magic, uint64 length of the description, the description (JSON), t
 of all of it. Its name begins with what is readable of its key and ends with the key's digest. The key is
 the source of the kernel, the configuration, the rank's share, the batch, the SMs, the architecture, the
 version of the DSL and the host's processor (the module holds the host code that launches the kernel).
+
+The version of jax is not in it, and must not be: an artifact is made on one host and runs on others, with
+the jax that they have. jax lends the build its tracing; what comes of that are the module's bytes, the
+order of operands and results, and the aliases, and they are the same under jax 0.11.2 and 0.12.0.1
+(measured: FACTS.md). The description names the jax that built it (``about["jax"]``). What an artifact
+does depend on is checked where it is loaded and called: its call target is the one that the runtime
+library registers, operands and results are those of the step.
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from . import ffi
 from .decode_megakernel.shapes import Plan
 
 DSL_VERSION = "4.8.1"
@@ -129,7 +137,8 @@ class Artifact:
         target: the call target.
         operands, results: leaves in the order in which the module takes them.
         aliases: (operand, result) pairs that share a buffer.
-        about: the key's fields, and registers, local_bytes, code_bytes and compile_seconds.
+        about: the key's fields, and registers, local_bytes, code_bytes, compile_seconds and the jax that
+            built it.
     """
 
     module: bytes
@@ -226,9 +235,16 @@ def load(path: Path) -> Artifact:
     """Read an artifact.
 
     Raises:
-        ArtifactError: it is damaged; FileNotFoundError: it is not there.
+        ArtifactError: it is damaged, or calls another target than the runtime library's;
+            FileNotFoundError: it is not there.
     """
-    return Artifact.from_bytes(path.read_bytes(), str(path))
+    artifact = Artifact.from_bytes(path.read_bytes(), str(path))
+    if artifact.target != ffi.TARGET:
+        raise ArtifactError(
+            f"{path}: expected a kernel that calls {ffi.TARGET}, which the runtime library has, "
+            f"got {artifact.target}"
+        )
+    return artifact
 
 
 def write(artifact: Artifact, path: Path) -> None:

@@ -59,7 +59,8 @@ def obtain(key: Key) -> Artifact:
     """The compiled kernel: from a file, or compiled and kept in the cache folder.
 
     Raises:
-        ArtifactError: there is none and no compiler, or its file is damaged and there is no compiler.
+        ArtifactError: there is none and no compiler, or its file is damaged or for another runtime library
+            and there is no compiler.
         CompileError: the compiler refused.
     """
     path = find(key)
@@ -160,6 +161,7 @@ def build(key: Key, capacity_rows: int = CAPACITY_ROWS) -> Artifact:
         "local_bytes": used.local_bytes,
         "code_bytes": used.code_bytes,
         "compile_seconds": round(time.perf_counter() - start, 2),
+        "jax": jax.__version__,
     }
     return Artifact(
         code,

@@ -26,8 +26,8 @@ from k3jax.mesh.plan import TENSOR_PARALLEL, MeshPlan
 from k3jax.state import State
 
 from .decode_megakernel.operands import is_matrix, layers_with, packed_part, packed_shapes, packed_vector
-from .decode_megakernel.shapes import MAX_BATCH, Plan, Target
-from .fit import plan_reasons
+from .decode_megakernel.shapes import MAX_BATCH, Plan, Target, plan_faults
+from .fit import kernel_reasons
 from .pack import PACKED, check_scales, dense_of_layer, kind_problems
 from .step import kernel_shapes, target_of
 
@@ -36,13 +36,18 @@ KERNEL_SPECS = {"work": RANKS, "epoch": RANKS, "fault": PartitionSpec()}
 """How ``State.kernel`` is cut."""
 
 
+def ways_of(plan: MeshPlan) -> tuple[int, int]:
+    """(ranks, those of them with different experts), see :class:`.decode_megakernel.shapes.Plan`."""
+    return plan.tensor, plan.tensor // plan.expert_width
+
+
 def plan_of_share(config: K3Config, plan: MeshPlan, batch: int, target: Target) -> Plan:
     """A rank's plan.
 
     Raises:
         ValueError: rows or sizes that it cannot have.
     """
-    return Plan(config, batch, target, ways=plan.tensor, expert_ways=plan.tensor // plan.expert_width)
+    return Plan(config, batch, target, *ways_of(plan))
 
 
 def target_of_plan(plan: MeshPlan) -> tuple[str, Target]:
@@ -85,6 +90,7 @@ def planned_problems(
         implementation: "megakernel" or "megakernel-interpret".
     """
     found = plan.faults(config)
+    cut = not any(fault.startswith(("tensor=", "expert_width=")) for fault in found)
     if plan.data != 1:
         found.append(
             f"mesh: the megakernel's ranks all hold every row: expected data=1 and tensor as many as there "
@@ -99,20 +105,16 @@ def planned_problems(
             f"dispatch: every rank of the megakernel sees every row: expected 'auto' or 'gather', "
             f"got {plan.dispatch!r}"
         )
-    try:
-        share = plan_of_share(config, plan, batch, Target())
-    except ValueError as error:
-        found += [reason for reason in [str(error)] if not plan.faults(config) or "batch" in reason]
-        share = None
+    faults = plan_faults(config, batch, Target(), *ways_of(plan))
+    # What the mesh does not divide is among its own, with the sizes that it can.
+    found += [fault for fault in faults if cut or not fault.startswith("ways")]
     if implementation != "megakernel":
         return found
     if params is not None:
         found += kind_problems(params)
         if PACKED not in params:
             found.append(f"params[{PACKED!r}]: the weights are not packed; call Model.pack()")
-    if share is not None:
-        found += plan_reasons(share)
-    return found
+    return [*found, *kernel_reasons(config, batch, Target(), *ways_of(plan))]
 
 
 # -- packed weights -------------------------------------------------------------------------------
@@ -291,6 +293,7 @@ __all__ = [
     "planned_problems",
     "ready",
     "target_of_plan",
+    "ways_of",
     "with_kernel",
     "with_packed",
 ]

@@ -10,6 +10,7 @@ itself, and a step is one custom call.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -37,6 +38,7 @@ from .decode_megakernel.interpreter.step import INTERPRETED_SMS
 from .decode_megakernel.segments import Segment
 from .decode_megakernel.shapes import Plan, Target
 from .decode_megakernel.stages import exchange_columns
+from .fit import device_problems
 from .pack import PACKED
 from .planned import (
     KERNEL_SPECS,
@@ -299,7 +301,8 @@ def step(
         float32 logits [B, W] cut by vocabulary, the greedy token int32 [B], and the new state.
 
     Raises:
-        NotImplementedError: what the plan, the parameters or the devices have that cannot run, all of it.
+        NotImplementedError: what the plan, the parameters or the devices have that cannot run, all of it;
+            a GPU that cannot hold the compiled kernel.
         ValueError: params or state of another plan.
     """
     plan.check(config)
@@ -310,7 +313,7 @@ def step(
     by_kernel = implementation == "megakernel"
     if mailboxes is not None and not by_kernel:
         raise ValueError(f"mailboxes: only with implementation 'megakernel', got {implementation!r}")
-    target = target_of_plan(plan)[1] if by_kernel else _interpreted_target()
+    arch, target = target_of_plan(plan) if by_kernel else ("", _interpreted_target())
     share = plan_of_share(config, plan, state.batch, target)
     local = _Local(config, plan, dataclasses.replace(share, peers=mailboxes is not None))
     states = dataclasses.replace(
@@ -327,8 +330,11 @@ def step(
 
         check_planned_kernel(state, local.plan)
         if artifact is None:
-            artifact = obtain(Key(local.plan, target_of_plan(plan)[0]))
+            artifact = obtain(Key(local.plan, arch))
         if plan.platform == "gpu":
+            held = (device_problems(artifact, local.plan, arch, d) for d in plan.mesh.devices.flat)
+            if reasons := list(dict.fromkeys(itertools.chain(*held))):
+                raise not_here(implementation, reasons)
             ffi.register()
         body = partial(_launched, local=local, artifact=artifact)
         kept = dict(params)

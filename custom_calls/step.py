@@ -26,6 +26,7 @@ from .artifacts import Artifact, Key, check_leaves, leaves_of
 from .compile import obtain
 from .decode_megakernel import operands as _operands
 from .decode_megakernel.shapes import MAX_BATCH, Plan, Target
+from .fit import device_problems
 from .pack import PACKED, packing_problems
 from .tables import launch_tables
 
@@ -239,24 +240,33 @@ def step(
             default device is no GPU (to lower a program for one).
 
     Raises:
-        NotImplementedError: rows, parameters or a device that the kernel does not take.
+        NotImplementedError: rows, parameters or a device that the kernel does not take; a GPU that cannot
+            hold it.
         ValueError: kernel leaves that are absent or another plan's.
         ArtifactError: there is no compiled kernel, and no compiler.
     """
     if reasons := _refusals(params, state.batch):
         raise not_here("megakernel", reasons)
-    arch, target = target_of()
+    device = _device()
+    arch, target = target_of(device)
     plan = plan_for(config, state.batch, target)
     operands = assemble(params, state, tokens, live, plan, 0 if artifact is None else artifact.trace)
     if artifact is None:
         artifact = obtain(Key(plan, arch))
-    if jax.default_backend() == "gpu":
+    if device.platform == "gpu":
+        if reasons := list(device_problems(artifact, plan, arch, device)):
+            raise not_here("megakernel", reasons)
         ffi.register()
     with jax.named_scope("megakernel"):
         out = call(artifact, operands, _operands.abstract_results(plan, _shapes(operands)))
     kernel = {name: out[name] for name in ("work", "epoch", "fault")}
     new = State(out["state"], out["lengths"], out["status"], state.max_length, kernel)
     return Step(out["logits"], out["token"], new)
+
+
+def _device() -> Any:
+    """What a step runs on."""
+    return jax.devices()[0]
 
 
 def _refusals(params: Mapping[str, Any], batch: int) -> list[str]:

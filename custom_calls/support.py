@@ -17,9 +17,8 @@ from k3jax.mesh.plan import MeshPlan
 from . import ffi
 from .artifacts import ArtifactError, Key, find, load
 from .compile import compiler_problem
-from .decode_megakernel.resources import most_registers
-from .decode_megakernel.shapes import Plan, Target
-from .fit import plan_reasons
+from .decode_megakernel.shapes import Plan, Target, plan_faults
+from .fit import device_problems, kernel_reasons, nearest_plan
 from .pack import PACKED, packing_problems
 from .step import target_of
 
@@ -62,7 +61,7 @@ def supports(
     if implementation == "megakernel":
         return tuple(_megakernel(config, _device(device), batch, dtype, ways, params))
     if implementation == "megakernel-interpret":
-        return tuple(_plan(config, batch, Target(), ways)[1])
+        return tuple(plan_faults(config, batch, Target(), ways))
     if implementation.startswith("pallas"):
         if plan is None and ways != 1:
             plan = MeshPlan(data=1, tensor=ways)
@@ -108,8 +107,7 @@ def _megakernel(
 ) -> Iterator[str]:
     arch, target, reasons = _target(device)
     yield from reasons
-    plan, reasons = _plan(config, batch, target, ways)
-    yield from reasons
+    yield from plan_faults(config, batch, target, ways)
     if params is None and jnp.dtype(dtype) != jnp.bfloat16:
         yield f"dtype: the megakernel computes in bfloat16, got {jnp.dtype(dtype)}"
     if params is not None:
@@ -117,9 +115,8 @@ def _megakernel(
         if PACKED not in params:
             yield f"params[{PACKED!r}]: the weights are not packed; call Model.pack()"
     yield from _runtime()
-    if plan is not None:
-        yield from plan_reasons(plan)
-        yield from _compiled(plan, arch, device)
+    yield from kernel_reasons(config, batch, target, ways)
+    yield from _compiled(nearest_plan(config, batch, target, ways), config, arch, device)
 
 
 def _runtime() -> Iterator[str]:
@@ -133,7 +130,7 @@ def _planned(
     config: K3Config, plan: MeshPlan, batch: int, implementation: str, dtype: Any, params: Any
 ) -> Iterator[str]:
     """Reasons against the megakernel over a mesh."""
-    from .planned import plan_of_share, planned_problems, target_of_plan
+    from .planned import planned_problems, target_of_plan, ways_of
 
     try:
         devices = list(plan.mesh.devices.flat)
@@ -150,13 +147,11 @@ def _planned(
     yield from _runtime()
     try:
         arch, target = target_of_plan(plan) if devices else ("sm_90a", Target())
-        share = plan_of_share(config, plan, batch, target)
     except NotImplementedError as error:
         yield str(error)
-    except ValueError:
-        pass  # planned_problems says it
     else:
-        yield from _compiled(share, arch, devices[0] if devices else None)
+        share = nearest_plan(config, batch, target, *ways_of(plan))
+        yield from _compiled(share, config, arch, devices[0] if devices else None)
 
 
 def _target(device: Any) -> tuple[str, Target, list[str]]:
@@ -170,15 +165,14 @@ def _target(device: Any) -> tuple[str, Target, list[str]]:
     return arch, target, []
 
 
-def _plan(config: K3Config, batch: int, target: Target, ways: int) -> tuple[Plan | None, list[str]]:
-    try:
-        return Plan(config, batch, target, ways), []
-    except ValueError as error:
-        return None, [str(error)]
+def _compiled(plan: Plan | None, config: K3Config, arch: str, device: Any) -> Iterator[str]:
+    """No compiled kernel and no compiler, or one that does not fit an SM.
 
-
-def _compiled(plan: Plan, arch: str, device: Any) -> Iterator[str]:
-    """No compiled kernel and no compiler, or one that does not fit an SM."""
+    Args:
+        plan: the nearest one that there can be, if any: with other rows its kernel stands for all.
+    """
+    if plan is None or plan.config != config:
+        return
     key = Key(plan, arch)
     path, compiler = find(key), compiler_problem()
     if path is None:
@@ -191,12 +185,7 @@ def _compiled(plan: Plan, arch: str, device: Any) -> Iterator[str]:
         if compiler is not None:
             yield f"kernel: {error}"
         return
-    registers, most = artifact.about["registers"], most_registers(plan.target)
-    if registers > most:
-        yield f"occupancy: the kernel takes {registers} registers a thread, an SM has {most}"
-    shared = getattr(device, "shared_memory_per_block_optin", None)
-    if shared is not None and shared < plan.target.shared_bytes:
-        yield f"occupancy: a block takes {plan.target.shared_bytes} bytes of shared memory, got {shared}"
+    yield from device_problems(artifact, plan, arch, device)
 
 
 __all__ = ["first_reason", "supports"]

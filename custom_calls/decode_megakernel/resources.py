@@ -1,10 +1,15 @@
-"""Shared memory and registers of the kernel, by formula, against what an SM has."""
+"""Shared memory and registers of the kernel against what an SM of the target has, before it is compiled.
+
+Shared memory is the kernel's own number: ``kernel.geometry.Geometry.shared_bytes``, the very bytes that its
+block allocates (that each stage keeps within its part of them: ``kernel.constraints``). Registers can be but
+an estimate (:func:`registers`); what the compiler took is in the artifact, see :func:`most_registers`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .instructions import MAX_WAITS, RECORD, Instruction, Op
+from .instructions import Instruction, Op
 from .layout import matrix_name, tiling
 from .schedule import Schedule
 from .shapes import Plan, Target
@@ -24,11 +29,6 @@ PARTITIONS = 4
 """Schedulers of an SM, with a quarter of its registers each; warps are dealt to them in turn."""
 REGISTER_UNIT = 8
 """Registers a thread come in multiples of it."""
-REDUCTION_BYTES = 2 * CONSUMER_WARPS * 128 * 4
-"""Partial sums of the warps, 16 rows x 8 tokens float32 each, two in turn."""
-RECORD_BYTES = 4 * 4 * RECORD
-"""Four instruction records read ahead."""
-BARRIER_BYTES = 8 * 2 * RING_STAGES + 64
 BASE_REGISTERS = 40
 """Addresses, fragments and loop counters of a streaming stage."""
 COLUMNS_IN_REGISTERS = 7168
@@ -38,25 +38,14 @@ GROUPS_IN_A_PASS = 16
 """Row groups whose sums are held at once where the input vector does not fit; K3 has 7 an SM."""
 
 
-def scratch_bytes(p: Plan, op: Op) -> int:
-    """Shared memory a stage needs besides ring, barriers and instruction records."""
-    if op == Op.MLA_ATTEND:
-        heads = p.mla_heads // p.head_groups
-        return heads * (2 * (p.C + p.R) + 8)  # absorbed queries, running peak and mass
-    if op == Op.KDA_STEP:
-        return 4 * (4 * p.K + 2 * p.V + 32) + REDUCTION_BYTES  # q, k, decay, z; v, o
-    if op == Op.MIX:
-        return 8 * p.B * p.max_sources + 4 * p.B * p.max_sources + REDUCTION_BYTES
-    return REDUCTION_BYTES + 4 * p.B * 4
-
-
-def shared_bytes(p: Plan, op: Op) -> int:
-    """Dynamic shared memory while a stage runs."""
-    return RING_STAGES * RING_STAGE_BYTES + BARRIER_BYTES + RECORD_BYTES + scratch_bytes(p, op)
-
-
 def registers(p: Plan, ins: Instruction) -> int:
-    """Registers a lane of a consumer warp holds in a stage."""
+    """An estimate of the registers that a lane of a consumer warp holds in a stage.
+
+    What lives across the streaming loop: the lane's part of the input vector, two bf16 columns a register
+    for each of 8 tokens over 8 warps (columns / 64), the sums, and BASE_REGISTERS for all else, which is a
+    guess. No count of the compiler's: a consumer that takes more than CONSUMER_REGISTERS spills, which is
+    seen in the artifact alone (``about["local_bytes"]``, and the audit of its streaming loops).
+    """
     name = matrix_name(p, ins.op, ins.layer)
     if ins.op in (Op.EXPERT_IN, Op.EXPERT_OUT):
         columns = p.L if ins.op == Op.EXPERT_IN else p.F
@@ -72,40 +61,44 @@ def registers(p: Plan, ins: Instruction) -> int:
 
 
 def most_registers(target: Target) -> int:
-    """Registers a thread that a block of THREADS can start with: each scheduler holds 3 of the 12 warps."""
+    """Registers a thread that a block of THREADS can start with: each scheduler holds 3 of the 12 warps.
+
+    The bound of a compiled kernel's ``about["registers"]``: what a thread has until producer and consumers
+    part.
+    """
     warps = -(-(THREADS // 32) // PARTITIONS)
     return min(255, target.registers // PARTITIONS // warps // 32 // REGISTER_UNIT * REGISTER_UNIT)
 
 
 def resource_problems(s: Schedule) -> Iterator[str]:
-    """Stages that do not fit an SM of the target."""
+    """What does not fit an SM of the target, each once, however many instructions it holds for."""
+    from .kernel.geometry import Geometry  # which has its ring from this file
+
     target = s.plan.target
-    most = CONSUMER_REGISTERS
     held = 32 * (CONSUMER_WARPS * CONSUMER_REGISTERS + GROUP_WARPS * PRODUCER_REGISTERS)
     if held > min(target.registers, THREADS * most_registers(target)):
         yield f"block: {held} registers, {target.name} has {target.registers}"
-    seen: set[Op] = set()
-    for at, ins in enumerate(s.instructions):
-        if ins.sm1 > ins.sm0 and registers(s.plan, ins) > most:
-            yield (
-                f"instruction {at} ({ins.op.name}): {registers(s.plan, ins)} registers a lane, "
-                f"a consumer has {most}"
-            )
-        if ins.op not in seen and shared_bytes(s.plan, ins.op) > target.shared_bytes:
-            seen.add(ins.op)
-            yield (
-                f"{ins.op.name}: {shared_bytes(s.plan, ins.op)} bytes of shared memory, "
-                f"{target.name} has {target.shared_bytes}"
-            )
+    if (need := Geometry(s).shared_bytes) > target.shared_bytes:
+        yield f"shared memory: a block takes {need} bytes, {target.name} has {target.shared_bytes}"
+    most: dict[Op, int] = {}
+    tiles: dict[str, int] = {}
+    for ins in s.instructions:
+        if ins.sm1 > ins.sm0:
+            most[ins.op] = max(most.get(ins.op, 0), registers(s.plan, ins))
         name = matrix_name(s.plan, ins.op, ins.layer)
-        if name is not None and tiling(s.plan, name).tile_bytes > RING_STAGE_BYTES:
-            yield f"instruction {at}: a tile of {name} does not fit a stage of the ring"
+        if name is not None and name not in tiles:
+            tiles[name] = tiling(s.plan, name).tile_bytes
+    for op, count in most.items():
+        if count > CONSUMER_REGISTERS:
+            yield f"{op.name}: {count} registers a lane by estimate, a consumer has {CONSUMER_REGISTERS}"
+    for name, count in tiles.items():
+        if count > RING_STAGE_BYTES:
+            yield f"{name}: a tile has {count} bytes, a stage of the ring {RING_STAGE_BYTES}"
 
 
 __all__ = [
     "CONSUMER_REGISTERS",
     "CONSUMER_WARPS",
-    "MAX_WAITS",
     "PRODUCER_REGISTERS",
     "RING_STAGES",
     "RING_STAGE_BYTES",
@@ -113,5 +106,4 @@ __all__ = [
     "most_registers",
     "registers",
     "resource_problems",
-    "shared_bytes",
 ]

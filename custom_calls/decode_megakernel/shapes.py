@@ -11,6 +11,8 @@ from k3jax.config import K3Config
 ROW_GROUP = 8
 """Rows (or columns of a vector) that are never split: the unit of work, and of every row partition."""
 MAX_BATCH = 8
+MAX_ACTIVE = 16
+"""Experts a token."""
 
 
 def groups_of(count: int) -> int:
@@ -37,6 +39,46 @@ class Target:
 H200 = Target()
 
 
+def plan_faults(
+    config: K3Config,
+    batch: int,
+    target: Target = H200,
+    ways: int = 1,
+    expert_ways: int = 1,
+    peers: bool = False,
+) -> list[str]:
+    """All that keeps these from being a :class:`Plan`, each with its argument; empty if nothing does."""
+    c, found = config, []
+    if not 1 <= batch <= MAX_BATCH:
+        found.append(f"batch: expected 1..{MAX_BATCH}, got {batch}")
+    if not 1 <= c.num_experts_per_token <= MAX_ACTIVE:
+        found.append(f"num_experts_per_token: expected 1..{MAX_ACTIVE}, got {c.num_experts_per_token}")
+    if target.sms < 1:
+        found.append(f"target.sms: expected at least 1, got {target.sms}")
+    if peers and ways == 1:
+        found.append("peers: expected ways of at least 2, got 1")
+    if ways < 1:
+        return [*found, f"ways: expected at least 1, got {ways}"]
+    divided = {
+        "kda_num_heads": c.kda_num_heads,
+        "num_attention_heads": c.num_attention_heads,
+        "intermediate_size": c.intermediate_size,
+        "shared_intermediate_size": c.shared_intermediate_size,
+        "routed_expert_hidden_size": c.routed_expert_hidden_size,
+        "vocab_size": c.vocab_size,
+    }
+    if bad := [f"{name}={value}" for name, value in divided.items() if value % ways]:
+        found.append(f"ways: {ways} does not divide {', '.join(bad)}")
+    if expert_ways < 1 or ways % expert_ways:
+        found.append(f"expert_ways: expected a divisor of ways={ways}, got {expert_ways}")
+    elif c.moe_intermediate_size % (ways // expert_ways):
+        found.append(
+            f"ways, expert_ways: {ways} / {expert_ways} does not divide "
+            f"moe_intermediate_size={c.moe_intermediate_size}"
+        )
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Everything a schedule depends on.
@@ -57,34 +99,9 @@ class Plan:
     peers: bool = False
 
     def __post_init__(self) -> None:
-        c = self.config
-        if not 1 <= self.batch <= MAX_BATCH:
-            raise ValueError(f"batch: expected 1..{MAX_BATCH}, got {self.batch}")
-        if not 1 <= c.num_experts_per_token <= 16:
-            raise ValueError(f"num_experts_per_token: expected 1..16, got {c.num_experts_per_token}")
-        if self.target.sms < 1:
-            raise ValueError(f"target.sms: expected at least 1, got {self.target.sms}")
-        if self.ways < 1:
-            raise ValueError(f"ways: expected at least 1, got {self.ways}")
-        if self.expert_ways < 1 or self.ways % self.expert_ways:
-            raise ValueError(f"expert_ways: expected a divisor of ways={self.ways}, got {self.expert_ways}")
-        if self.peers and self.ways == 1:
-            raise ValueError("peers: expected ways of at least 2, got 1")
-        divided = {
-            "kda_num_heads": c.kda_num_heads,
-            "num_attention_heads": c.num_attention_heads,
-            "intermediate_size": c.intermediate_size,
-            "shared_intermediate_size": c.shared_intermediate_size,
-            "routed_expert_hidden_size": c.routed_expert_hidden_size,
-            "vocab_size": c.vocab_size,
-        }
-        if bad := [f"{name}={value}" for name, value in divided.items() if value % self.ways]:
-            raise ValueError(f"ways: {self.ways} does not divide {', '.join(bad)}")
-        if c.moe_intermediate_size % self.expert_width:
-            raise ValueError(
-                f"ways, expert_ways: {self.ways} / {self.expert_ways} does not divide "
-                f"moe_intermediate_size={c.moe_intermediate_size}"
-            )
+        given = (self.config, self.batch, self.target, self.ways, self.expert_ways, self.peers)
+        if found := plan_faults(*given):
+            raise ValueError("; ".join(found))
 
     # One letter names as in the rest of the library; all are this rank's.
     @cached_property
@@ -251,4 +268,14 @@ SPLIT = 64
 MOST_HEADS = 24
 """Heads whose absorbed queries (576 bf16 each) fit the shared memory that the ring leaves."""
 
-__all__ = ["H200", "MAX_BATCH", "ROW_GROUP", "SPLIT", "Plan", "Target", "groups_of"]
+__all__ = [
+    "H200",
+    "MAX_ACTIVE",
+    "MAX_BATCH",
+    "ROW_GROUP",
+    "SPLIT",
+    "Plan",
+    "Target",
+    "groups_of",
+    "plan_faults",
+]

@@ -7,9 +7,11 @@ import os
 import re
 from pathlib import Path
 
+import jax
+import jaxlib.version
 import pytest
 
-from k3jax.custom_calls import artifacts, compile
+from k3jax.custom_calls import artifacts, compile, ffi
 from k3jax.custom_calls.artifacts import ArtifactError, Key
 from k3jax.custom_calls.decode_megakernel.shapes import Plan, Target
 from support import megakernel
@@ -76,6 +78,8 @@ def test_the_name_follows_everything_the_kernel_was_made_from(monkeypatch: pytes
     assert key().file_name == Key(Plan(megakernel.config(), 2), "sm_90a", STAND_IN).file_name
     assert re.fullmatch(r"sm_90a-132sm-batch2-ways1-[0-9a-f]{20}\.k3kernel", key().file_name)
     name = key().file_name
+    monkeypatch.setattr(jax, "__version__", "99.0")  # a kernel made here runs there, under that host's jax
+    assert key().file_name == name
     monkeypatch.setattr(artifacts, "source_digest", lambda entry: "another version of the kernel")
     assert key().file_name != name
 
@@ -115,6 +119,18 @@ def test_a_kernel_is_found_in_added_folders_first_and_then_in_the_cache(tmp_path
         artifacts.add_folder(tmp_path / "absent")
 
 
+def test_a_kernel_for_another_runtime_library_is_refused_by_its_call_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compile, "compiler_problem", lambda: "compiler: none is installed")
+    path = artifacts.cache_folder() / key().file_name
+    artifacts.write(dataclasses.replace(megakernel.artifact(2), target="Other_v3"), path)
+    with pytest.raises(ArtifactError, match=f"expected a kernel that calls {ffi.TARGET}.*got Other_v3"):
+        artifacts.load(path)
+    with pytest.raises(ArtifactError, match=r"got Other_v3; delete it or make it again"):
+        compile.obtain(key())
+
+
 def test_without_a_compiler_a_missing_or_damaged_kernel_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -141,6 +157,9 @@ def test_a_kernel_compiles_without_a_gpu_once_and_a_damaged_one_again(
     assert made.about["local_bytes"] == 0
     assert made.about["code_bytes"] > 0
     assert made.about["batch"] == 2
+    assert made.about["jax"] == jax.__version__
+    for version in (jax.__version__, jaxlib.version.__version__):  # and nowhere else
+        assert version.encode() not in made.module
     want = megakernel.artifact(2)
     assert sorted(made.operands, key=str) == sorted(want.operands, key=str)
     assert sorted(made.results, key=str) == sorted(want.results, key=str)
@@ -170,8 +189,6 @@ def test_what_the_compiler_says_reaches_the_user() -> None:
 
 
 def test_operands_must_be_those_the_kernel_was_compiled_for() -> None:
-    import jax
-
     have = {
         "a": jax.ShapeDtypeStruct((2, 5), "float32"),
         "cache": jax.ShapeDtypeStruct((2, 512, 3), "bfloat16"),

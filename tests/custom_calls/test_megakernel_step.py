@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -163,3 +165,55 @@ def test_an_artifact_of_other_operands_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(step, "obtain", lambda key: megakernel.artifact(3))
     with pytest.raises(ArtifactError, match=r"operands\['active'\]: expected int32 \[3\].* got int32 \[2\]"):
         decode(megakernel.packed_params(), megakernel.state(2), megakernel.tokens(2))
+
+
+class Gpu:
+    """A device as jax describes one."""
+
+    platform, device_kind = "gpu", "NVIDIA H200"
+    compute_capability, core_count = "9.0", 132
+    shared_memory_per_block_optin = 232_448
+
+    def __init__(self, **other: Any):
+        self.__dict__.update(other)
+
+
+MADE = {"arch": "sm_90a", "target": {"sms": 132}, "registers": 168}
+
+
+@pytest.mark.parametrize(
+    ("device", "made", "reason"),
+    [
+        ({}, {}, None),
+        ({"shared_memory_per_block_optin": 220_000}, {}, r"occupancy: a block takes \d+ bytes .* got 220000"),
+        ({}, {"registers": 232}, "occupancy: the kernel takes 232 registers a thread, an SM has 168"),
+        ({}, {"arch": "sm_100a"}, "device: the kernel is compiled for 132 SMs of sm_100a, got 132 of sm_90a"),
+        ({}, {"target": {"sms": 148}}, "compiled for 148 SMs of sm_90a, got 132 of sm_90a"),
+        (
+            {"shared_memory_per_block_optin": 220_000},
+            {"registers": 232},
+            "takes 232 registers.*; occupancy: a block takes",
+        ),
+    ],
+)
+def test_a_gpu_that_cannot_hold_the_kernel_is_refused_before_a_launch(
+    device: dict[str, Any], made: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel found on disk and one that is given, by the function alone: no Model, no ``supports``."""
+    artifact = dataclasses.replace(megakernel.artifact(2), about={**MADE, **made})
+    registered: list[None] = []
+    monkeypatch.setattr(step, "obtain", lambda key: artifact)
+    monkeypatch.setattr(step, "_device", lambda: Gpu(**device))
+    monkeypatch.setattr(ffi, "register", lambda: registered.append(None))
+    args = (megakernel.packed_params(), megakernel.state(2), megakernel.tokens(2))
+    found = functools.partial(decode)  # another function each time: jax would remember the last trace
+    given = functools.partial(step.step, live=jnp.ones(2, bool), config=CONFIG, artifact=artifact)
+    for run in (found, given):
+        registered.clear()
+        if reason is None:
+            assert jax.eval_shape(run, *args)[0].shape == (2, CONFIG.vocab_size)
+            assert registered == [None]
+        else:
+            with pytest.raises(NotImplementedError, match=f"'megakernel' is not available here: .*{reason}"):
+                jax.eval_shape(run, *args)
+            assert registered == []

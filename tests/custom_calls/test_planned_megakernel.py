@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 import k3jax
 from k3jax import K3Config, checkpoints, mesh, sharded_step
-from k3jax.custom_calls import artifacts, ffi, planned, planned_step, support
+from k3jax.custom_calls import artifacts, ffi, fit, planned, planned_step, support
 from k3jax.custom_calls.decode_megakernel.operands import packed_part, packed_shapes
 from k3jax.custom_calls.pack import PACKED
 from k3jax.custom_calls.step import operands_only, target_of
@@ -131,7 +131,7 @@ def lowered(
     plan = plan_of(ways, width)
     share = planned.plan_of_share(config(), plan, batch, target_of()[1])
     # Widths that a CPU can multiply are not the kernel's.
-    monkeypatch.setattr(planned, "plan_reasons", lambda plan: ())
+    monkeypatch.setattr(fit, "plan_reasons", lambda plan: ())
     monkeypatch.setattr(planned_step, "obtain", lambda key: megakernel.artifact(batch, plan=key.plan))
     state = mesh.planned_state(config(), plan, batch, 300, "bfloat16")
     state = planned.with_kernel(state, config(), plan, peers)
@@ -209,9 +209,39 @@ def test_one_device_is_one_segment_without_a_collective(monkeypatch: pytest.Monk
     assert seen["stablehlo.all_reduce"] == 0
 
 
+def test_gpus_that_cannot_hold_a_ranks_kernel_are_refused_before_a_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan, registered = plan_of(2, 2), list[None]()
+    share = planned.plan_of_share(config(), plan, 2, target_of()[1])
+    artifact = megakernel.artifact(2, plan=share)
+    monkeypatch.setattr(fit, "plan_reasons", lambda plan: ())
+    monkeypatch.setattr(ffi, "register", lambda: registered.append(None))
+    monkeypatch.setattr(mesh.MeshPlan, "platform", "gpu")
+    state = planned.with_kernel(mesh.planned_state(config(), plan, 2, 300, "bfloat16"), config(), plan)
+
+    def step(registers: int) -> Any:
+        given = dataclasses.replace(artifact, about={**artifact.about, "registers": registers})
+        run = functools.partial(
+            planned_step.step, config=config(), plan=plan, implementation="megakernel", artifact=given
+        )
+        return jax.eval_shape(
+            run, operands_only(packed_params(2, 2)), state, jnp.arange(2), jnp.ones(2, bool)
+        )
+
+    reason = (
+        "not available here: occupancy: the kernel takes 176 registers a thread, an SM has 168; available"
+    )
+    with pytest.raises(NotImplementedError, match=reason):
+        step(176)
+    assert registered == []
+    assert step(168).token.shape == (2,)
+    assert registered == [None]
+
+
 def test_a_state_without_or_with_other_kernel_leaves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(2, 2)
-    monkeypatch.setattr(planned, "plan_reasons", lambda plan: ())
+    monkeypatch.setattr(fit, "plan_reasons", lambda plan: ())
     monkeypatch.setattr(planned_step, "obtain", lambda key: megakernel.artifact(2, plan=key.plan))
     step = functools.partial(
         planned_step.step, operands_only(packed_params(2, 2)), tokens=jnp.arange(2), active=jnp.ones(2, bool),

@@ -12,12 +12,15 @@ import pytest
 
 import k3jax
 from k3jax import K3Config, implementations, mesh
-from k3jax.custom_calls import artifacts, ffi, pack, support
+from k3jax.custom_calls import artifacts, ffi, fit, pack, support
 from k3jax.custom_calls.artifacts import Key
+from k3jax.custom_calls.decode_megakernel.kernel import constraints
+from k3jax.custom_calls.decode_megakernel.shapes import Target
 from k3jax.custom_calls.step import plan_for, target_of
 from support import megakernel
 
 CONFIG = megakernel.config()
+SMS = Target()
 
 
 class Gpu:
@@ -36,7 +39,9 @@ def _a_host_with_library_and_compiler(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(artifacts, "_folders", [])
     monkeypatch.setattr(ffi, "runtime_library", lambda path=None: tmp_path / ffi.LIBRARY)
     monkeypatch.setattr(support, "compiler_problem", lambda: None)
-    monkeypatch.setattr(support, "plan_reasons", lambda plan: ())
+    # Widths that a CPU can multiply are not the kernel's.
+    monkeypatch.setattr(fit, "plan_reasons", lambda plan: ())
+    monkeypatch.setattr(fit.constraints, "reasons", lambda plan: ())
     monkeypatch.setattr(implementations, "_logged", set())
 
 
@@ -56,7 +61,7 @@ def test_all_reasons_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ffi, "runtime_library", absent)
     monkeypatch.setattr(support, "compiler_problem", lambda: "compiler: none is installed")
-    monkeypatch.setattr(support, "plan_reasons", lambda plan: ("latent: expected a multiple of 32",))
+    monkeypatch.setattr(fit, "plan_reasons", lambda plan: ("latent: expected a multiple of 32",))
     wide = {**megakernel.params(), "embed_tokens": jnp.zeros((2, 2), jnp.float32)}
     reasons = supports(Gpu(compute_capability="8.0", device_kind="NVIDIA A100"), 2, params=wide)
     for reason, start in zip(
@@ -74,7 +79,6 @@ def test_all_reasons_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"batch": 9}, "batch: expected 1..8, got 9"),
         ({"batch": 0}, "batch: expected 1..8, got 0"),
         ({"dtype": jnp.float32}, "dtype: the megakernel computes in bfloat16, got float32"),
-        ({"ways": 3}, "ways: 3 does not divide"),
         ({"device": Gpu(platform="cpu")}, "device: expected an NVIDIA GPU, got cpu"),
         ({"params": "unpacked"}, "params['megakernel']: the weights are not packed; call Model.pack()"),
     ],
@@ -84,6 +88,15 @@ def test_each_reason_is_named(options: dict[str, Any], reason: str) -> None:
         options = {"params": megakernel.params()}
     (only,) = supports(**options)
     assert only.startswith(reason)
+
+
+def test_ways_are_looked_at_for_the_heads_and_for_the_experts() -> None:
+    whole, experts = supports(ways=3)
+    assert whole.startswith("ways: 3 does not divide kda_num_heads=2, ")
+    assert (
+        experts
+        == f"ways, expert_ways: 3 / 1 does not divide moe_intermediate_size={CONFIG.moe_intermediate_size}"
+    )
 
 
 def test_a_compiled_kernel_stands_in_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,8 +113,10 @@ def test_a_compiled_kernel_stands_in_for_a_compiler(monkeypatch: pytest.MonkeyPa
     (reason,) = supports(batch=2)
     assert reason == "occupancy: the kernel takes 232 registers a thread, an SM has 168"
     artifacts.write(artifact, path)
-    (reason,) = supports(Gpu(shared_memory_per_block_optin=101_376), batch=2)
-    assert reason == "occupancy: a block takes 232448 bytes of shared memory, got 101376"
+    need = constraints.shared_bytes(key.plan)
+    assert supports(Gpu(shared_memory_per_block_optin=need), batch=2) == ()
+    (reason,) = supports(Gpu(shared_memory_per_block_optin=need - 1), batch=2)
+    assert reason == f"occupancy: a block takes {need} bytes of shared memory, got {need - 1}"
     path.write_bytes(b"damaged")
     artifacts.load.cache_clear()
     assert "something else" in supports(batch=2)[0]
@@ -116,14 +131,97 @@ def test_the_other_implementations() -> None:
             supports(implementation=wrong)
 
 
-def test_plans_that_no_kernel_fits_are_refused_by_the_real_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    from k3jax.custom_calls.fit import plan_reasons
+def slice4(**changes: Any) -> K3Config:
+    """Four layers of the release."""
+    return dataclasses.replace(K3Config.preset("k3-slice", num_layers=4), **changes)
 
-    release = K3Config.preset("k3-slice", num_layers=4)
-    assert plan_reasons(plan_for(release, 1, target_of(Gpu())[1])) == ()
-    small = dataclasses.replace(target_of(Gpu())[1], shared_bytes=101_376)
-    assert plan_reasons(plan_for(release, 1, small))
+
+NARROW = "kda_head_dim: expected 128, got 64"
+NINE = "batch: expected 1..8, got 9"
+
+
+@pytest.fixture
+def _the_real_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Undoes the other fixture but for cache, library and compiler."""
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(artifacts, "_folders", [])
+    monkeypatch.setattr(ffi, "runtime_library", lambda path=None: tmp_path / ffi.LIBRARY)
+    monkeypatch.setattr(support, "compiler_problem", lambda: None)
+
+
+@pytest.mark.usefixtures("_the_real_check")
+def test_plans_that_no_kernel_fits_are_refused_by_the_real_check() -> None:
+    target = target_of(Gpu())[1]
+    assert fit.plan_reasons(plan_for(slice4(), 1, target)) == ()
+    small = dataclasses.replace(target, shared_bytes=101_376)
+    assert fit.plan_reasons(plan_for(slice4(), 1, small))
+
+
+@pytest.mark.usefixtures("_the_real_check")
+def test_a_reason_of_one_kind_hides_none_of_another() -> None:
+    assert k3jax.supports(slice4(kda_head_dim=64), Gpu(), 9) == (NINE, NARROW)
+    batch, ways, width = k3jax.supports(slice4(), Gpu(), 9, ways=7)
+    assert batch == NINE
+    assert ways.startswith("ways: 7 does not divide kda_num_heads=96, num_attention_heads=96, ")
+    assert width == "ways, expert_ways: 7 / 1 does not divide moe_intermediate_size=3072"
+    both = slice4(kda_head_dim=64, num_experts_per_token=17)
+    assert k3jax.supports(both, Gpu(), 0, ways=7) == (
+        "batch: expected 1..8, got 0",
+        "num_experts_per_token: expected 1..16, got 17",
+        ways,
+        width,
+        NARROW,
+    )
+    assert k3jax.supports(both, Gpu(), 9, implementation="megakernel-interpret", ways=7) == (
+        NINE,
+        "num_experts_per_token: expected 1..16, got 17",
+        ways,
+        width,
+    )
+
+
+@pytest.mark.usefixtures("_the_real_check")
+def test_a_missing_kernel_is_one_of_the_reasons_unless_there_can_be_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(support, "compiler_problem", lambda: "compiler: none is installed")
+    rows, kernel = k3jax.supports(slice4(), Gpu(), 9)
+    assert rows == NINE
+    assert kernel.startswith("kernel: sm_90a-132sm-batch8-")
+    (active,) = k3jax.supports(slice4(num_experts_per_token=17), Gpu(), 1)
+    assert active == "num_experts_per_token: expected 1..16, got 17"
+
+
+@pytest.mark.usefixtures("_the_real_check")
+def test_what_only_some_shares_have_against_them_is_not_held_against_one_that_cannot_be() -> None:
+    """2,112 columns of an expert are a multiple of 64, a sixteenth of them (132) is not; 16 rows of 4,096
+    are too many for the ring, of half as many they are not."""
+    odd = slice4(moe_intermediate_size=2112)
+    assert any("multiples of 64 columns, got 132" in reason for reason in fit.kernel_reasons(odd, 1, SMS, 16))
+    wide = slice4(moe_intermediate_size=4096)
+    assert any("16 rows of w2" in reason for reason in fit.kernel_reasons(wide, 1, SMS, 1))
+    assert fit.kernel_reasons(odd, 1, SMS, 7) == fit.kernel_reasons(wide, 1, SMS, 7) == ()
+
+
+@pytest.mark.usefixtures("_the_real_check")
+def test_a_plan_of_the_mesh_is_looked_at_whole_too() -> None:
+    plan = mesh.MeshPlan(1, 2)
+    reasons = k3jax.supports(slice4(kda_head_dim=64), batch=9, plan=plan)
+    assert {NINE, NARROW} <= set(reasons)
+    reasons = k3jax.supports(slice4(kda_head_dim=64), batch=9, plan=mesh.MeshPlan(1, 7, 7))
+    assert {NINE, NARROW} <= set(reasons)
+    assert [r for r in reasons if "does not divide" in r] == [r for r in reasons if r.startswith("tensor=7")]
+
+
+@pytest.mark.usefixtures("_the_real_check")
+def test_reasons_of_tiles_and_of_resources_come_together_each_once_and_uncapped() -> None:
+    odd = slice4(kda_head_dim=64, hidden_size=24_576, moe_intermediate_size=65_536, kv_lora_rank=2048)
+    found = fit.plan_reasons(plan_for(odd, 8, Target("small", 132, 101_376, 32_768)))
+    assert len(found) == len(set(found)) > 8
+    starts = {reason.split(":")[0] for reason in found}
+    assert {"kda_head_dim", "shared memory", "block", "EXPERT_OUT", "hidden_size", "kv_lora_rank"} <= starts
+    assert sum(reason.startswith("shared memory") for reason in found) == 1
 
 
 def test_auto_takes_the_megakernel_where_it_can_and_says_once_why_not(

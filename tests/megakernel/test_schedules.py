@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from k3jax.config import K3Config
 from k3jax.custom_calls.decode_megakernel import instructions as tables
 from k3jax.custom_calls.decode_megakernel.instructions import Op
+from k3jax.custom_calls.decode_megakernel.kernel.geometry import Geometry
 from k3jax.custom_calls.decode_megakernel.partition import deal, runs
 from k3jax.custom_calls.decode_megakernel.schedule import build
 from k3jax.custom_calls.decode_megakernel.shapes import Plan, Target
@@ -92,7 +94,24 @@ def test_a_sixteenth_of_k3_streams_what_the_specification_says() -> None:
     assert round(expected(plan, 0, 16).weights / 1e9, 2) == 10.48
 
 
-@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("config", "batch", "ways"), [("k3", 8, 1), ("k3", 1, 16), ("random", 5, 1)])
+def test_the_validator_counts_the_shared_memory_that_the_kernel_allocates(
+    config: str, batch: int, ways: int
+) -> None:
+    """To the byte: an SM with what the block takes is enough, one with a byte less is not."""
+    whole = K3Config.preset("k3-slice", num_layers=4) if config == "k3" else random_config(3)
+    schedule = build(Plan(whole, batch, ways=ways))
+    need = Geometry(schedule).shared_bytes
+
+    def found(size: int) -> list[str]:
+        target = dataclasses.replace(schedule.plan.target, shared_bytes=size)
+        return problems(dataclasses.replace(schedule, plan=dataclasses.replace(schedule.plan, target=target)))
+
+    assert found(need) == []
+    assert found(need - 1) == [f"shared memory: a block takes {need} bytes, sm_90a has {need - 1}"]
+
+
+@pytest.mark.parametrize("batch", range(1, 9))
 def test_all_of_k3_is_built_and_proven_within_a_minute(batch: int) -> None:
     start = time.process_time()
     report = validate(build(Plan(K3Config.preset("k3"), batch)), length=8192)
@@ -108,9 +127,17 @@ def test_all_of_k3_is_built_and_proven_within_a_minute(batch: int) -> None:
         ({"batch": 9}, "batch: expected 1..8"),
         ({"batch": 0}, "batch"),
         ({"ways": 7}, "ways: 7 does not divide"),
+        (
+            {"batch": 9, "ways": 7, "expert_ways": 2},
+            "batch: .*; ways: 7 does .*; expert_ways: expected a divi",
+        ),
+        (
+            {"batch": 9, "ways": 0, "target": Target(sms=0)},
+            "batch: .*; target.sms: .*; ways: expected at least",
+        ),
     ],
 )
-def test_a_plan_outside_the_limits_names_the_argument(changes: dict[str, int], message: str) -> None:
+def test_a_plan_outside_the_limits_names_the_argument(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Plan(**{"config": K3Config.preset("k3"), "batch": 1, **changes})
 

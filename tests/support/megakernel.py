@@ -62,7 +62,10 @@ def artifact(batch: int, module: bytes = b"\x7fELF no code", plan: Any = None) -
         for i, leaf in enumerate(leaves[1])
         if leaf.path.split("'")[1] in operands.ALIASED
     )
-    about = {"registers": 18, "local_bytes": 0, "code_bytes": 0, "compile_seconds": 0.0}
+    about = {
+        "arch": plan.target.name, "target": {"sms": plan.target.sms},
+        "registers": 18, "local_bytes": 0, "code_bytes": 0, "compile_seconds": 0.0,
+    }  # fmt: skip
     return artifacts.Artifact(module, b"\xff" * 32, ffi.TARGET, *leaves, aliases, about)
 
 

@@ -341,6 +341,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "counters miscounted": lambda s, rng: dataclasses.replace(s, counters=s.counters - 1),
     "SM with less shared memory": _replanned(shared_bytes=101_376),
+    "SM with shared memory for the ring and not for all else": _replanned(shared_bytes=220_000),
     "SM with fewer registers": _replanned(registers=32_768),
     "target with fewer SMs": _replanned(sms=100),
 }
