@@ -7,8 +7,8 @@ Three layouts: one GPU; TP2, everything cut in two, experts too; EP2, whole expe
 rest cut. The two are run as segments with collectives between them, and with the exchange in the kernel,
 through mailboxes. Logits and states of every form are compared with those of one GPU, as ``k3jax bench`` does
 it; a form that does not agree ends the run with 1. Rates are the bytes that both GPUs must read and write, as
-percent of the sum of what each was measured to read in this run. Written: OUT.json and OUT.txt. An exchange in
-the kernel is timed by a build of it that keeps time (tests/support/exchange_times.py).
+percent of the sum of what each was measured to read in this run. Written: OUT.json and OUT.txt. An exchange
+in the kernel is timed by a build of it that keeps time (tests/support/exchange_times.py).
 
 Kernels are compiled where there is a compiler; ``--compile DIR`` only does that, without a GPU, and
 ``--kernels DIR`` uses them. ``--implementation megakernel-interpret --preset nano`` runs the same anywhere:
@@ -231,7 +231,7 @@ def mailbox_micros(
     artifact = obtain(key)
     state = mesh.to_plan(begin, config, plan)
     state = planned.with_kernel(state, config, plan, peers=True, trace=key.trace)
-    live = np.ones(begin.batch, bool)
+    live = jnp.ones(begin.batch, bool)
 
     @partial(jax.jit, donate_argnames="state")
     def step(params: Any, state: Any, row: jax.Array) -> Any:
@@ -261,9 +261,11 @@ def two_gpu_forms(
     config: K3Config, plan: mesh.MeshPlan, params: Any, implementation: str, batch: int, boxes: Any
 ) -> Iterator[Contender]:
     """The step by segments, and that with the exchange in the kernel where there are mailboxes."""
-    for form in ("segmented", "in the kernel")[: 1 if boxes is None else 2]:
-        peers = form == "in the kernel"
-        addresses = boxes.addresses if peers else None
+    every: list[tuple[str, Any]] = [("segmented", None)]
+    if boxes is not None:
+        every.append(("in the kernel", boxes.addresses))
+    for form, addresses in every:
+        peers = addresses is not None
 
         def adopt(state: Any, peers: bool = peers) -> Any:
             spread = mesh.to_plan(state, config, plan)

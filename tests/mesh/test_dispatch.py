@@ -205,7 +205,7 @@ def test_a_step_with_the_ragged_exchange_lowers_for_cuda_over_eight_devices(
     for line in calls:
         assert "replica_groups = dense<[[0, 1, 2, 3, 4, 5, 6, 7]]> : tensor<1x8xi64>" in line
     width, slots = c.routed_expert_hidden_size, c.num_experts_per_token
-    sizes = Counter(re.search(r"\) -> tensor<(\S+)>", line)[1] for line in calls)
+    sizes = Counter(size for line in calls for size in re.findall(r"\) -> tensor<(\S+)>", line))
     places = f"{ranks * rows}x"
     layers = c.num_moe_layers
     assert sizes == {

@@ -289,4 +289,3 @@ def test_a_slice_with_the_ragged_exchange_compiles_for_eight_gpus() -> None:
     ragged = [c for c in found.collectives if c.kind == "ragged-all-to-all"]
     # Latent, experts and weights there, outputs back; XLA drops the name of the layer.
     assert [(c.group, c.loop) for c in ragged] == [(tuple(range(8)), False)] * 4
-    assert overlapped(found) == {1}
