@@ -6,6 +6,7 @@ SHELL := bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PLAN_STAMP := $(VENV)/.installed-plan
 # Test processes. A test file stays on one, so compiled functions are shared within it.
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest
@@ -25,11 +26,12 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export JAX_COMPILATION_CACHE_MAX_SIZE ?= 2000000000
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.2
 
-.PHONY: help demo test check env lint types notebooks quick all-tests format constraints clean
+.PHONY: help demo test check check-plan env lint types notebooks quick all-tests format constraints clean
 help:
 	@echo "make demo         generate text from the shipped checkpoint"
 	@echo "make test         lint, types, notebooks and the quick tests (what CI runs)"
 	@echo "make check        the same with the slow tests"
+	@echo "make check-plan   the tests that compile for 72 GPUs without one (adds CUDA's compiler to .venv)"
 	@echo "make lint, types, notebooks, quick, all-tests    one stage alone"
 	@echo "make format       let ruff fix what it can"
 	@echo "make constraints  renew constraints.txt from what installs today"
@@ -45,6 +47,17 @@ test:
 
 check:
 	@scripts/run-stages lint types notebooks all-tests
+
+# No other target installs the extra, and without it they skip these tests; here a skipped one is a failure.
+check-plan: $(PLAN_STAMP)
+	@mkdir -p .cache
+	@$(PYTEST) tests/mesh/test_plan_report.py tests/mesh/test_plan_schedule.py --durations=5 | tee .cache/check-plan
+	@if grep -q "^SKIPPED" .cache/check-plan; then echo "check-plan: a test was skipped" >&2; exit 1; fi
+
+$(PLAN_STAMP): $(STAMP)
+	@echo "== installing the extra plan into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[plan]"
+	@touch $@
 
 env: $(STAMP)
 
@@ -88,7 +101,7 @@ format: $(STAMP)
 constraints: $(STAMP)
 	@rm -rf .cache/constraints-venv
 	@$(BIN)/python -m venv .cache/constraints-venv
-	@.cache/constraints-venv/bin/python -m pip install --quiet --editable ".[dev]"
+	@.cache/constraints-venv/bin/python -m pip install --quiet --editable ".[dev,plan]"
 	@.cache/constraints-venv/bin/python -m pip freeze --all --exclude-editable --exclude pip > .cache/pins
 	@{ echo "# What \`make\` installs, pinned. Renew with \`make constraints\`."; cat .cache/pins; } > constraints.txt
 	@rm -rf .cache/constraints-venv .cache/pins

@@ -229,15 +229,16 @@ def _with_place(layer: Mapping[str, Any], rank: jax.Array, p: Plan) -> dict[str,
 # -- the kernel's leaves of a state -----------------------------------------------------------------
 
 
-def with_kernel(state: State, config: K3Config, plan: MeshPlan, peers: bool = False) -> State:
+def with_kernel(state: State, config: K3Config, plan: MeshPlan, peers: bool = False, trace: int = 0) -> State:
     """A plan's state with fresh kernel leaves on every rank, which a step by the megakernel needs.
 
     Args:
         peers: for steps that exchange in the kernel (:class:`.mailboxes.Mailboxes`).
+        trace: as :attr:`k3jax.custom_calls.artifacts.Key.trace`.
     """
     p = plan_of_share(config, plan, state.batch, target_of_plan(plan)[1])
     p = dataclasses.replace(p, peers=peers)
-    return dataclasses.replace(state, kernel=_fresh(p, plan))
+    return dataclasses.replace(state, kernel=_fresh(p, plan, trace))
 
 
 def ready(state: State, config: K3Config, plan: MeshPlan, implementation: str) -> State:
@@ -253,13 +254,13 @@ def ready(state: State, config: K3Config, plan: MeshPlan, implementation: str) -
     return with_kernel(state, config, plan)
 
 
-def _kernel_shapes(p: Plan) -> dict[str, tuple[int, ...]]:
-    sizes = {name: leaf.shape[0] for name, leaf in kernel_shapes(p).items()}
+def _kernel_shapes(p: Plan, trace: int) -> dict[str, tuple[int, ...]]:
+    sizes = {name: leaf.shape[0] for name, leaf in kernel_shapes(p, trace).items()}
     return {name: (n if name == "fault" else n * p.ways,) for name, n in sizes.items()}
 
 
-def _fresh(p: Plan, plan: MeshPlan) -> dict[str, jax.Array]:
-    shapes = _kernel_shapes(p)
+def _fresh(p: Plan, plan: MeshPlan, trace: int) -> dict[str, jax.Array]:
+    shapes = _kernel_shapes(p, trace)
     where = {name: NamedSharding(plan.mesh, cut) for name, cut in KERNEL_SPECS.items()}
     make = jax.jit(
         lambda: {name: jnp.zeros(shape, jnp.int32) for name, shape in shapes.items()}, out_shardings=where
@@ -267,14 +268,18 @@ def _fresh(p: Plan, plan: MeshPlan) -> dict[str, jax.Array]:
     return make()
 
 
-def check_planned_kernel(state: State, p: Plan) -> None:
-    """Raise ValueError unless a state has the kernel leaves of a plan."""
+def check_planned_kernel(state: State, p: Plan, trace: int = 0) -> None:
+    """Raise ValueError unless a state has the kernel leaves of a plan.
+
+    Args:
+        trace: as :attr:`k3jax.custom_calls.artifacts.Key.trace`.
+    """
     if state.kernel is None:
         raise ValueError(
             "state.kernel: absent; Model makes states with it, or add it with "
             "k3jax.custom_calls.planned.with_kernel(state, config, plan)"
         )
-    for name, shape in _kernel_shapes(p).items():
+    for name, shape in _kernel_shapes(p, trace).items():
         have = state.kernel.get(name)
         if have is None or have.shape != shape or have.dtype != jnp.int32:
             got = "nothing" if have is None else f"{have.dtype} {list(have.shape)}"

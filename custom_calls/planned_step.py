@@ -328,7 +328,7 @@ def step(
     if by_kernel:
         from .artifacts import Key
 
-        check_planned_kernel(state, local.plan)
+        check_planned_kernel(state, local.plan, 0 if artifact is None else artifact.trace)
         if artifact is None:
             artifact = obtain(Key(local.plan, arch))
         if plan.platform == "gpu":

@@ -222,9 +222,16 @@ class MeshPlan:
 
         Raises:
             ValueError: too few devices.
+            NotImplementedError: see :meth:`check_exchange`.
+        """
+        self.check_exchange(self.platform)
+
+    def check_exchange(self, platform: str) -> None:
+        """Raise unless devices of ``platform``, as jax names it, can exchange as the plan asks.
+
+        Raises:
             NotImplementedError: dispatch "ragged" where it is known to fail, with every reason.
         """
-        platform = self.platform
         if self.dispatch == "ragged" and (faults := ragged_faults(platform, self.expert_ranks)):
             raise NotImplementedError("dispatch 'ragged': " + "; ".join(faults))
 

@@ -35,7 +35,8 @@ def run(request: Request, compile_step: bool, json_file: str | None, picture: st
 
     Raises:
         ValueError: a plan that cannot work, with the sizes that can.
-        NotImplementedError: a picture without matplotlib.
+        NotImplementedError: a dispatch that is known to fail on that many GPUs, as a step would refuse it,
+            or a picture without matplotlib.
     """
     gpu_named(request.gpu)
     if request.batch < 1:
@@ -43,7 +44,8 @@ def run(request: Request, compile_step: bool, json_file: str | None, picture: st
     if picture is not None and importlib.util.find_spec("matplotlib") is None:
         raise NotImplementedError("picture: needs matplotlib: pip install 'k3jax[viz]'")
     config = request.config()
-    request.plan(config)  # what cannot work is refused before anything is compiled
+    # What cannot work is refused before anything is compiled.
+    request.plan(config).check_exchange("gpu")
     compiled = _compiled(request) if compile_step else None
     report = make_report(request, compiled)
     print(text(report), flush=True)

@@ -155,8 +155,8 @@ def from_json(tree: dict[str, Any]) -> Compiled:
     return Compiled(**tree)
 
 
-def lower_step(config: Any, plan: Any, batch: int, context: int) -> Any:
-    """The decode step of a plan, lowered for its devices from shapes alone; the state is donated."""
+def trace_step(config: Any, plan: Any, batch: int, context: int) -> Any:
+    """The decode step of a plan, traced from shapes alone; the state is donated."""
     import jax
     import jax.numpy as jnp
 
@@ -173,7 +173,12 @@ def lower_step(config: Any, plan: Any, batch: int, context: int) -> Any:
     tokens = jax.ShapeDtypeStruct((rows[0],), jnp.int32, sharding=rows[1])
     active = jax.ShapeDtypeStruct((rows[0],), jnp.bool_, sharding=rows[1])
     step = jax.jit(sharded_step.decode_step, static_argnames=("config", "plan"), donate_argnames="state")
-    return step.lower(planned_params(config, plan), state, tokens, active, config=config, plan=plan)
+    return step.trace(planned_params(config, plan), state, tokens, active, config=config, plan=plan)
+
+
+def lower_step(config: Any, plan: Any, batch: int, context: int) -> Any:
+    """:func:`trace_step`, lowered for the plan's devices."""
+    return trace_step(config, plan, batch, context).lower()
 
 
 def compile_here(request: Request) -> Compiled:
@@ -228,4 +233,5 @@ __all__ = [
     "from_json",
     "lower_step",
     "missing",
+    "trace_step",
 ]

@@ -1,4 +1,4 @@
-"""72 virtual devices, in a process of their own: K3 over them equals K3 on one device."""
+"""72 virtual devices, and 16, in a process of their own: K3 over them equals K3 on one device."""
 
 from __future__ import annotations
 
@@ -49,6 +49,40 @@ def test_steps_equal_one_device_whatever_the_routing(batch: int, dispatch: str) 
             assert found["busiest"] == 1.0
         if name == "one expert":
             assert found["busiest"] >= 0.5
+
+
+@pytest.mark.slow
+def test_steps_equal_one_device_where_every_expert_is_chosen_once() -> None:
+    """30 rows, two choices, 60 experts in 72 slots; six rows are padding."""
+    work = [case(30, "even", kind, 60) for kind in ("gather", "all_to_all")]
+    for each in work:
+        each["compare"]["steps"] = 1
+    for found in mesh_worker.run(72, work, timeout=580):
+        assert_equal(found)
+        assert found["counts"] == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 16])
+def test_experts_8_ways_and_each_in_two_on_16_devices_equal_one_device(batch: int) -> None:
+    """EP8 x TP2, both dispatches; 22 experts in 24 slots."""
+    plan = {"tensor": 2, "expert_width": 2}
+    work = [
+        {
+            "plan": {**plan, "dispatch": kind},
+            "compare": {"batch": batch, "routing": routing, "num_experts": 22},
+        }
+        for kind in ("gather", "all_to_all")
+        for routing in ("as scored", "one rank")
+    ]
+    results = mesh_worker.run(16, work, timeout=580)
+    assert len(results) == len(work)
+    for each, found in zip(work, results, strict=True):
+        assert_equal(found)
+        if each["compare"]["routing"] == "one rank":
+            assert found["busiest"] == 1.0
+        elif batch > 1:
+            assert found["busiest"] < 1.0
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from jax import lax
 
 from k3jax import dispatch, mesh
 from k3jax.dispatch import guard
+from k3jax.plan_report.compile_step import trace_step
 from support import mesh_cases
 
 EXPERTS = 20
@@ -45,6 +48,13 @@ def test_ep01_every_pair_is_computed_once_by_its_expert(name: str, kind: str, cp
 @pytest.mark.parametrize("shape", [(1, 1, 1), (8, 1, 1), (1, 8, 1), (2, 2, 2), (3, 2, 1)])
 def test_on_meshes_of_any_shape(kind: str, shape: tuple[int, int, int], cpu_devices: list[Any]) -> None:
     check(plan(cpu_devices, shape), kind, "uniform", rows=6 * shape[0], capacity=2)
+
+
+@pytest.mark.parametrize("kind", ["gather", "all_to_all"])
+def test_where_every_expert_gets_the_same_number_of_rows(kind: str, cpu_devices: list[Any]) -> None:
+    ids = mesh_cases.routing_ids("even", 40, 2, EXPERTS, 8)
+    assert np.bincount(ids.ravel()).tolist() == [4] * EXPERTS
+    check(plan(cpu_devices, (4, 2, 1)), kind, "even", rows=40)
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 4, 100])
@@ -126,6 +136,82 @@ def test_ep04_a_known_bad_nccl_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(guard, "FIXED_JAXLIB", "0.1")
     (fault,) = guard.ragged_faults("gpu", 64, installed(jaxlib="0.12", nvidia_nccl_cu12="2.30.7"))
     assert fault.startswith("NCCL 2.30.7 (nvidia-nccl-cu12) breaks")
+
+
+class PretendGpu:
+    """A device as far as a plan looks before anything is launched."""
+
+    platform, process_index, device_kind = "gpu", 0, "NVIDIA GB300"
+
+    def __init__(self, number: int):
+        self.id = number
+
+
+@pytest.mark.parametrize(
+    ("shape", "versions", "reasons"),
+    [
+        ((9, 8, 1), {"jaxlib": "0.12.0"}, ["of 72 ranks: jaxlib 0.12.0 is not known to survive"]),
+        ((33, 1, 1), {"jaxlib": "0.12.0"}, ["of 33 ranks: jaxlib 0.12.0"]),
+        (
+            (8, 8, 1),
+            {"jaxlib": "0.12.0", "nvidia-nccl-cu13": "2.30.7"},
+            ["of 64 ranks: jaxlib 0.12.0", "NCCL 2.30.7 (nvidia-nccl-cu13) breaks"],
+        ),
+        ((8, 8, 2), {"jaxlib": "0.12.0"}, ["of 64 ranks"]),  # ranks that exchange, not devices, count
+        ((4, 8, 2), {"jaxlib": "0.12.0", "nvidia-nccl-cu13": "2.30.7"}, []),
+        ((1, 32, 1), {"jaxlib": "0.12.0", "nvidia-nccl-cu12": "2.30.7"}, []),
+    ],
+)
+def test_ep03_a_plan_over_gpus_raises_what_is_known_to_be_bad_before_any_launch(
+    shape: tuple[int, int, int], versions: dict[str, str], reasons: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh_cases.pretend_installed(monkeypatch, versions)
+    data, lanes, inner = shape
+    gpus = tuple(PretendGpu(i) for i in range(data * lanes * inner))
+    for kind in ("gather", "all_to_all", "auto"):
+        mesh.MeshPlan(data, lanes * inner, inner, dispatch=kind, devices=gpus).check_devices()
+    asked = mesh.MeshPlan(data, lanes * inner, inner, dispatch="ragged", devices=gpus)
+    if not reasons:
+        asked.check_devices()
+        return
+    with pytest.raises(NotImplementedError, match=r"^dispatch 'ragged': ") as error:
+        asked.check_devices()
+    assert [part for part in reasons if part not in str(error.value)] == []
+    assert str(error.value).count("; ") == len(reasons) - 1
+
+
+def test_ep04_a_bad_nccl_alone_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "FIXED_JAXLIB", "0.12")
+    mesh_cases.pretend_installed(monkeypatch, {"jaxlib": "0.12.0", "nvidia-nccl-cu13": "2.30.7"})
+    gpus = tuple(PretendGpu(i) for i in range(72))
+    with pytest.raises(NotImplementedError, match=r"^dispatch 'ragged': NCCL 2\.30\.7 \(nvidia-nccl-cu13\)"):
+        mesh.MeshPlan(9, 8, dispatch="ragged", devices=gpus).check_devices()
+    mesh_cases.pretend_installed(monkeypatch, {"jaxlib": "0.12.0", "nvidia-nccl-cu13": "2.31.0"})
+    mesh.MeshPlan(9, 8, dispatch="ragged", devices=gpus).check_devices()
+
+
+def test_a_step_with_the_ragged_exchange_lowers_for_cuda_over_eight_devices(
+    cpu_devices: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real ``lax.ragged_all_to_all``, in the whole step: XLA's CPU backend cannot compile it."""
+    c = mesh_cases.config()
+    spread = mesh.for_devices(8, c, tensor=2, dispatch="ragged", devices=tuple(cpu_devices[:8]))
+    monkeypatch.setattr(mesh.plan, "ragged_faults", lambda *_: [])
+    traced = trace_step(c, spread, 8, 256)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "@ragged_all_to_all" in line]
+    per_layer, rows, ranks = 4, 2 // 2, 8  # latent, experts, weights, and the outputs back
+    assert len(calls) == per_layer * c.num_moe_layers
+    for line in calls:
+        assert "replica_groups = dense<[[0, 1, 2, 3, 4, 5, 6, 7]]> : tensor<1x8xi64>" in line
+    width, slots = c.routed_expert_hidden_size, c.num_experts_per_token
+    sizes = Counter(size for line in calls for size in re.findall(r"\) -> tensor<(\S+)>", line))
+    places = f"{ranks * rows}x"
+    layers = c.num_moe_layers
+    assert sizes == {
+        f"{places}{width}xbf16": layers, f"{places}{slots}xi32": layers,
+        f"{places}{slots}xf32": layers, f"{places}{width}xf32": layers,
+    }  # fmt: skip
 
 
 def test_the_platform_of_these_tests_has_no_ragged_exchange(cpu_devices: list[Any]) -> None:

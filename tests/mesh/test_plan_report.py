@@ -20,6 +20,7 @@ from k3jax.plan_report.compile_step import Compiled, Request
 from k3jax.plan_report.gpus import GPUS, Gpu
 from k3jax.plan_report.schedule import Collective, Event
 from k3jax.sizes import expert_bytes
+from support import mesh_cases
 
 K3 = k3jax.K3Config.preset("k3")
 SHARED = "block_sparse_moe.shared_experts.down_proj"
@@ -188,6 +189,35 @@ def test_what_cannot_work_ends_with_one_message(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("devices", "versions", "reasons"),
+    [
+        ("72", {"jaxlib": "0.12.0"}, ["of 72 ranks: jaxlib 0.12.0 is not known to survive more than 32"]),
+        (
+            "72",
+            {"jaxlib": "0.12.0", "nvidia-nccl-cu13": "2.30.7"},
+            ["jaxlib 0.12.0", "; NCCL 2.30.7 (nvidia"],
+        ),
+        ("32", {"jaxlib": "0.12.0"}, []),
+    ],
+)
+def test_ep03_a_ragged_exchange_that_a_step_would_refuse_is_refused_here(
+    devices: str, versions: dict[str, str], reasons: list[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """By the GPUs of the plan, whatever this machine has; nothing is compiled or printed."""
+    monkeypatch.setattr("k3jax.plan_report.command.compile_apart", lambda _: pytest.fail("compiled"))
+    monkeypatch.setattr("k3jax.plan_report.command.missing", lambda: ["nvidia-nvvm"])
+    mesh_cases.pretend_installed(monkeypatch, versions)
+    asked = ["plan", "--model", "k3-slice", "--layers", "4", "--devices", devices, "--dispatch", "ragged"]
+    assert cli.main(asked) == (2 if reasons else 0)
+    out, err = capsys.readouterr()
+    for reason in reasons:
+        assert reason in err
+    assert bool(out) == (not reasons)
+    assert not reasons or err.startswith("k3jax: error: dispatch 'ragged': "), err
+
+
 def test_the_target_names_the_gpu() -> None:
     said: dict[str, Gpu] = {
         name: gpu for name, gpu in GPUS.items() if f"NVIDIA {name.upper()}" in gpu.target()
@@ -196,13 +226,40 @@ def test_the_target_names_the_gpu() -> None:
     assert "major: 10 minor: 3" in GPUS["gb300"].target()
 
 
+def overlapped(found: Compiled) -> set[int | None]:
+    """Layers in which the shared expert's work runs beside a collective."""
+    return {c.layer for c in found.collectives if any("shared_experts" in name for name in c.beside)}
+
+
+def beside_exchanges(found: Compiled) -> list[Event]:
+    """Kernels of the shown layer that stand between start and end of one of its collectives."""
+    spans = [(e.start, e.end) for e in found.events if e.what != "kernel"]
+    return [e for e in found.events if any(start < e.start < end for start, end in spans)]
+
+
+def test_work_beside_an_exchange_is_told_from_work_that_waits() -> None:
+    said = compiled()
+    apart, waited = said.collectives[1], said.collectives[0]
+    assert overlapped(said) == {apart.layer}
+    waited_for = dataclasses.replace(apart, asynchronous=False, kernels=0, beside=())
+    assert overlapped(dataclasses.replace(said, collectives=(waited, waited_for))) == set()
+    shared = Event(2, 2, "kernel", SHARED)
+    around, before = Event(1, 3, "all-reduce", ""), Event(1, 1, "all-reduce", "")
+    assert beside_exchanges(dataclasses.replace(said, events=(around, shared))) == [shared]
+    assert beside_exchanges(dataclasses.replace(said, events=(before, shared))) == []
+
+
+def skip_without_the_extra() -> None:
+    if absent := compile_step.missing():
+        pytest.skip(f"needs {', '.join(absent)} (the extra plan; `make check-plan` installs it)")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("gpu", ["gb300", "h200"])
 def test_a_slice_compiles_for_72_gpus_without_one(gpu: str) -> None:
     """Two layers at full width; the arguments are the bytes that arithmetic gives."""
-    if absent := compile_step.missing():
-        pytest.skip(f"needs {', '.join(absent)} (the extra plan)")
+    skip_without_the_extra()
     request = dataclasses.replace(SLICE, layers=2, gpu=gpu, batch=9, context=256)
     found = compile_step.compile_apart(request, timeout=800.0)
     made = report.make_report(request, found)
@@ -214,3 +271,21 @@ def test_a_slice_compiles_for_72_gpus_without_one(gpu: str) -> None:
     assert kinds.count("reduce-scatter") == 1
     assert {len(c.group) for c in found.collectives} == {8, 9}
     assert made.fits == {"gb300": True, "h200": True}
+    # Overlap: in each LatentMoE layer, shared expert's products stand between start and end of an exchange.
+    config = request.config()
+    assert overlapped(found) == {i for i in range(2) if config.is_moe(i)} == {1}
+    assert any(e.what == "kernel" and "shared_experts" in e.detail for e in beside_exchanges(found))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_slice_with_the_ragged_exchange_compiles_for_eight_gpus() -> None:
+    """A known-good size: what XLA makes of the real ``ragged_all_to_all``."""
+    skip_without_the_extra()
+    request = dataclasses.replace(
+        SLICE, layers=2, gpu="h200", devices=8, tensor=2, dispatch="ragged", batch=8, context=256
+    )
+    found = compile_step.compile_apart(request, timeout=800.0)
+    ragged = [c for c in found.collectives if c.kind == "ragged-all-to-all"]
+    # Latent, experts and weights there, outputs back; XLA drops the name of the layer.
+    assert [(c.group, c.loop) for c in ragged] == [(tuple(range(8)), False)] * 4

@@ -7,6 +7,8 @@ one, see :mod:`support.mesh_worker`.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,17 @@ def params(num_experts: int = 20, width: int = 64, dtype: str | None = "float32"
     return params_from_tensors(c, random_tensors(c, 31), dtype)
 
 
+def pretend_installed(monkeypatch: Any, versions: Mapping[str, str]) -> None:
+    """What ``k3jax.dispatch.guard`` finds installed: ``versions`` by distribution, and nothing else."""
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
 def tokens(batch: int, length: int, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng([seed, batch])
     return rng.integers(0, 64, (batch, length)).astype(np.int32)
@@ -46,7 +59,7 @@ def tokens(batch: int, length: int, seed: int = 0) -> np.ndarray:
 
 def routed(tree: Any, c: Any, plan: Any, routing: str) -> Any:
     """``tree`` whose correction bias sends every token as ``routing`` says, by the plan's placement."""
-    if routing == "as scored":
+    if routing in ("as scored", "even"):
         return tree
     place = plan.placements(c)[0]
     alone = [np.flatnonzero(np.asarray(place.copies)[list(mine)] == 1) for mine in _ranks(place)]
@@ -69,6 +82,32 @@ def routed(tree: Any, c: Any, plan: Any, routing: str) -> Any:
     return {**tree, "layers": layers}
 
 
+def evenly(tree: Any, c: Any, state: Any, ids: np.ndarray) -> Any:
+    """``tree`` whose router, in a step of tokens ``ids`` from ``state``, chooses every expert as often.
+
+    Row b's first choice in each LatentMoE is expert b A, its second the next, and so on. A router is solved
+    for the inputs that the layers before it give: at most as many rows as the hidden size.
+    """
+    rows, slots = len(ids), c.num_experts_per_token
+    if rows > c.hidden_size:
+        raise ValueError(f"evenly: expected at most {c.hidden_size} rows, got {rows}")
+    wanted = routing_ids("even", rows, slots, c.num_experts, 1)
+    logits = np.full((rows, c.num_experts), -2.0)
+    np.put_along_axis(logits, wanted, 3.0 - np.arange(slots), axis=1)
+    for i in [i for i in range(c.num_hidden_layers) if c.is_moe(i)]:
+        _, _, seen = _alone()(tree, state, ids, config=c)
+        x = np.asarray(seen[f"layers.{i}.mlp_in"], np.float64)
+        moe = tree["layers"][i]["block_sparse_moe"]
+        gate = (np.linalg.pinv(x) @ logits).T.astype(moe["gate"].dtype)
+        none = np.zeros_like(moe["e_score_correction_bias"])
+        layer = {
+            **tree["layers"][i],
+            "block_sparse_moe": {**moe, "gate": gate, "e_score_correction_bias": none},
+        }
+        tree = {**tree, "layers": [*tree["layers"][:i], layer, *tree["layers"][i + 1 :]]}
+    return tree
+
+
 def _ranks(place: Any) -> list[tuple[int, ...]]:
     per = place.slots_per_rank
     return [place.experts[r * per : (r + 1) * per] for r in range(place.ranks)]
@@ -84,7 +123,7 @@ def _alone() -> Any:
     def step(params: Any, state: Any, tokens: Any, config: Any) -> Any:
         seen: dict[str, Any] = {}
         logits, state = decode_step(params, state, tokens, config=config, tap=seen.__setitem__)
-        return logits, state, {k: v for k, v in seen.items() if k.endswith(("topk_ids", "topk_w"))}
+        return logits, state, {k: v for k, v in seen.items() if k.endswith(("topk_ids", "topk_w", "mlp_in"))}
 
     return jax.jit(step, static_argnames="config")
 
@@ -101,23 +140,31 @@ def _planned() -> Any:
 def compare(plan: Any, batch: int, routing: str, num_experts: int = 20, steps: int = 2) -> dict[str, Any]:
     """Decode steps over ``plan`` against one device, from the same state of one device.
 
+    Args:
+        routing: one of ROUTINGS, or "even" for one step in which every expert is chosen as often.
+
     Returns:
         logits, state: relative RMS errors, the largest; routing: whether every row chose the same
         set of experts; weights: the largest difference of a mixing weight; busiest: the largest
-        share of the (token, choice) pairs that one rank computed, by the plan's own map.
+        share of the (token, choice) pairs that one rank computed, by the plan's own map; counts: rows of
+        the least and of the most chosen expert of a layer.
     """
     import k3jax
     from k3jax import mesh
 
     c = config(num_experts)
     one = routed(params(num_experts), c, plan, routing)
-    many = mesh.arrange(one, c, plan)
     _, state = k3jax.Model(one, c).prefill(tokens(batch, 5), max_length=256, logits="none")
+    if routing == "even":
+        if steps != 1:
+            raise ValueError(f"steps: expected 1 with routing 'even', got {steps}")
+        one = evenly(one, c, state, tokens(batch, 1, seed=1)[:, 0])
+    many = mesh.arrange(one, c, plan)
     spread = mesh.to_plan(state, c, plan)
     rows = plan.padded(batch)
     active = np.arange(rows) < batch
     worst = {"logits": 0.0, "state": 0.0, "weights": 0.0, "busiest": 0.0}
-    same = True
+    same, counts = True, []
     for step in range(steps):
         ids = tokens(batch, 1, seed=step + 1)[:, 0]
         want, state, chose = _alone()(one, state, ids, config=c)
@@ -125,17 +172,22 @@ def compare(plan: Any, batch: int, routing: str, num_experts: int = 20, steps: i
         got, spread, chosen = _planned()(many, spread, padded, active, config=c, plan=plan, routing=True)
         worst["logits"] = max(worst["logits"], relative_rms(np.asarray(got)[:batch], want))
         for name, value in chose.items():
+            if name.endswith("mlp_in"):
+                continue
             mine, theirs = np.asarray(chosen[name])[:batch], np.asarray(value)
             if name.endswith("topk_w"):
                 worst["weights"] = max(worst["weights"], float(np.abs(mine - theirs).max()))
             else:
                 same &= bool((np.sort(mine, -1) == np.sort(theirs, -1)).all())
+                counts.append(np.bincount(mine.ravel(), minlength=num_experts))
                 worst["busiest"] = max(worst["busiest"], _busiest(plan.placements(c)[0], theirs))
     back = mesh.from_plan(spread, batch)
     pairs = [(a[k], b[k]) for a, b in zip(back.layers, state.layers, strict=True) for k in b]
     worst["state"] = max(relative_rms(a, b) for a, b in pairs)
     lengths = bool((np.asarray(back.lengths) == np.asarray(state.lengths)).all())
-    return {**worst, "routing": same, "lengths": lengths}
+    return {
+        **worst, "routing": same, "lengths": lengths, "counts": [int(np.min(counts)), int(np.max(counts))],
+    }  # fmt: skip
 
 
 def _busiest(place: Any, ids: np.ndarray) -> float:
@@ -216,6 +268,10 @@ def routing_ids(name: str, rows: int, slots: int, num_experts: int, ranks: int) 
     rng = np.random.default_rng(3)
     where = place(num_experts, ranks)
     held = np.asarray(where.experts).reshape(ranks, -1)
+    if name == "even":  # every expert the same count
+        if rows * slots % num_experts:
+            raise ValueError(f"even: expected rows * {slots} a multiple of {num_experts}, got {rows} rows")
+        return (np.arange(rows * slots, dtype=np.int32) % num_experts).reshape(rows, slots)
     if name == "one expert":  # the others of a row go anywhere
         others = [rng.permutation(np.delete(np.arange(num_experts), 3))[: slots - 1] for _ in range(rows)]
         return np.array([[3, *row] for row in others], np.int32)
