@@ -52,8 +52,8 @@ LIMITS = {
     "experts_gate_up": Limit(104, 222 * KIB, "4 warpgroups with tiles in flight, activations, scales"),
     "experts_down": Limit(104, 198 * KIB, "4 warpgroups with tiles in flight, activations, scales"),
 }  # fmt: skip
-"""By the name of the launch. Taken at batch 1 and 8 with jax 0.12.0.1 and ptxas 13.5, 2026-12-01: registers
-72, 48, 192, 30, 255, 245, 47, 96, 95; mla_attend spilled 600 + 456 bytes at batch 1, 1,076 in all at batch 8."""
+"""By the name of the launch. Taken with jax 0.12.0.1 and ptxas 13.5 at batch 1 and 8, 2026-12-01: registers
+72, 48, 192, 30, 255, 245, 47, 96, 95; mla_attend spilled 600 + 456 bytes at batch 1, 1,076 at batch 8."""
 
 
 @pytest.mark.slow

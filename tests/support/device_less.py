@@ -146,7 +146,7 @@ def compile_step(batch: int) -> None:
     state = abstract_state(config, batch, CAPACITY, jnp.bfloat16)
 
     def run(params: Any, state: Any, tokens: Any, live: Any, mixture: Any) -> Any:
-        mixed = attn_res(*mixture, config.rms_norm_eps)
+        mixed = attn_res(*mixture, eps=config.rms_norm_eps)
         return step.step(params, state, tokens, live, config), mixed
 
     placed = jax.tree.map(
