@@ -5,6 +5,11 @@
     s   = sigmoid(logits)
     ids = top_A(s + bias)                  ties go to the lowest id
     w   = s[ids] / (sum s[ids] + 1e-20) * factor
+
+There is no ``configs``: the launch has nothing to choose. It is one CTA, since the list of distinct
+experts needs all rows' choices; a warpgroup per row (two at most in the interpreter), since a row's
+rounds follow one another; and the list takes one CUDA thread per pair, of which 8 rows of 16 choices
+make exactly a warpgroup's 128.
 """
 
 from __future__ import annotations

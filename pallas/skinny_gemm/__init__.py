@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ...layers.linear import einsum
 from .._apart import axes_of
 from .._launch import Interpret, launch, require, sm_count
-from . import configs, kernel
+from . import best, configs, kernel
 from .configs import ROWS, SWIZZLED_COLUMNS, TOKENS, Config
 from .kernel import Epilogue, Plan, Refs
 from .partition import partition
@@ -34,7 +34,8 @@ class Product:
 
     Attributes:
         weights: bfloat16 [N, K]; two of them, gate then up, with SITU.
-        epilogue: ROUND gives bfloat16 [8, N], WIDE float32 [8, N], SITU bfloat16 [8, N], PARTIAL
+        epilogue: ROUND gives bfloat16 [8, N], WIDE float32 [8, N], BEST that and int32 [8], the lowest
+            id of each row's greatest as ``lax.argmax`` has it, SITU bfloat16 [8, N], PARTIAL
             float32 [slots, 8, N] whose sum over slots, in order, is the product.
         x: index of the activations it reads.
     """
@@ -62,6 +63,8 @@ def supports(xs: Sequence[Any], products: Sequence[Product]) -> tuple[str, ...]:
     partial_sums = {product.epilogue is Epilogue.PARTIAL for product in products}
     if len(partial_sums) > 1:
         reasons.append("products: expected PARTIAL for all or none")
+    if sum(product.epilogue is Epilogue.BEST for product in products) > 1:
+        reasons.append("products: expected at most one BEST")
     if partial_sums == {False} and len({xs[product.x].shape[-1] for product in products}) > 1:
         reasons.append("products: expected one inner width K unless all are PARTIAL")
     for i, product in enumerate(products):
@@ -91,7 +94,7 @@ def _misfits(inputs: int, products: Sequence[Product]) -> list[str]:
 
 def reference(
     xs: Sequence[jax.Array], products: Sequence[Product], situ: tuple[float, float] = SITU_CONSTANTS
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """The results in plain jnp; PARTIAL has one slot."""
     results = []
     for product in products:
@@ -101,6 +104,8 @@ def reference(
                 results.append(sums[0].astype(jnp.bfloat16))
             case Epilogue.WIDE:
                 results.append(sums[0])
+            case Epilogue.BEST:
+                results.append((sums[0], best.greedy(sums[0])))
             case Epilogue.PARTIAL:
                 results.append(sums[0][None])
             case Epilogue.SITU:
@@ -119,7 +124,7 @@ def skinny_gemm(
     interpret: Interpret = False,
     sms: int | None = None,
     config: Config | None = None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """All products in one launch; float32 sums over k in a fixed order.
 
     Args:
@@ -129,7 +134,7 @@ def skinny_gemm(
         config: tile sizes; default :func:`configs.choose`.
 
     Returns:
-        one array per product.
+        one array per product, two of a BEST one.
 
     Raises:
         NotImplementedError: :func:`supports` has reasons.
@@ -140,6 +145,7 @@ def skinny_gemm(
     dependent = constant and not interpret
     plan = make_plan(xs, products, situ, sm_count(interpret, sms), config, dependent=dependent)
     counts = [len(product.weights) for product in products]
+    scored = [i for i, product in enumerate(products) if product.epilogue is Epilogue.BEST]
 
     def run(*refs: Any, **ring: Any) -> None:
         flat = list(refs)
@@ -147,19 +153,24 @@ def skinny_gemm(
         w = [[flat.pop(0) for _ in range(count)] for count in counts]
         kernel.body(plan, Refs(x=x, w=w, out=flat, **ring))
 
+    axes = [axes_of(xs[p.x]).union(*map(axes_of, p.weights)) for p in products]
     weights = [_padded(w) for product in products for w in product.weights]
     outs = launch(
         run,
         [*xs, *weights],
-        out_type=tuple(_result(plan, i) for i in range(len(products))),
+        out_type=(*(_result(plan, i) for i in range(len(products))), *_kept(plan)),
         scratch_types=kernel.scratch(plan),
         ctas=plan.partition.ctas,
         interpret=interpret,
         name="k3_skinny_gemm",
-        out_axes=[axes_of(xs[p.x]).union(*map(axes_of, p.weights)) for p in products],
+        out_axes=[*axes, *[axes[i] for i in scored] * 2],
     )
-    true_rows = (product.weights[0].shape[0] for product in products)
-    return tuple(out if out.shape[-1] == n else out[..., :n] for out, n in zip(outs, true_rows, strict=True))
+    results: list[Any] = [
+        out if out.shape[-1] == n else out[..., :n] for out, n in zip(outs, plan.ids, strict=False)
+    ]
+    for i in scored:
+        results[i] = (results[i], best.pick(*outs[-2:]))
+    return tuple(results)
 
 
 def make_plan(
@@ -185,7 +196,12 @@ def make_plan(
     # Split sums of two overlapping blocks would not be cut at the same columns.
     whole_pairs = not split or all(n % (2 * ROWS) == 0 for n in rows)
     config = configs.choose(widths) if config is None else config
-    config = configs.fit(config, widths, blocks=2 if gated else config.blocks if whole_pairs else 1)
+    config = configs.fit(
+        config,
+        widths,
+        blocks=2 if gated else config.blocks if whole_pairs else 1,
+        best=any(product.epilogue is Epilogue.BEST for product in products),
+    )
     tiles = tuple(
         -(-n // (ROWS * (1 if product.epilogue is Epilogue.SITU else config.blocks)))
         for n, product in zip(rows, products, strict=True)
@@ -197,6 +213,7 @@ def make_plan(
         epilogues=tuple(product.epilogue for product in products),
         inputs=tuple(product.x for product in products),
         rows=rows,
+        ids=tuple(product.weights[0].shape[0] for product in products),
         situ=situ,
         dependent=dependent and config.overlap,
     )
@@ -206,8 +223,14 @@ def _result(plan: Plan, p: int) -> jax.ShapeDtypeStruct:
     shape: tuple[int, ...] = (TOKENS, plan.rows[p])
     if plan.epilogues[p] is Epilogue.PARTIAL:
         return jax.ShapeDtypeStruct((plan.partition.slots(p), *shape), jnp.float32)
-    wide = plan.epilogues[p] is Epilogue.WIDE
+    wide = plan.epilogues[p] in (Epilogue.WIDE, Epilogue.BEST)
     return jax.ShapeDtypeStruct(shape, jnp.float32 if wide else jnp.bfloat16)
+
+
+def _kept(plan: Plan) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Of a BEST product, keys and ids of the best of each CTA's lanes."""
+    kept = jax.ShapeDtypeStruct((plan.partition.ctas, TOKENS, ROWS), jnp.int32)
+    return (kept, kept) if plan.best else ()
 
 
 def _padded_rows(n: int) -> int:

@@ -63,17 +63,23 @@ def choose(widths: Sequence[int]) -> Config:
     return DEFAULT
 
 
-def fit(config: Config, widths: Sequence[int], blocks: int) -> Config:
+BEST_BYTES = 2 * ROWS * TOKENS * 4
+"""Bytes of the key and the id of the best so far, of every row of a block and token."""
+
+
+def fit(config: Config, widths: Sequence[int], blocks: int, best: bool = False) -> Config:
     """``config`` with ``blocks``, columns cut to divide every width, and stages to keep the bytes.
 
     Args:
         widths: inner dimension K of every product, each a multiple of 64.
+        best: whether the launch keeps the best of a product.
     """
+    room = SHARED_MEMORY - (BEST_BYTES if best else 0)
     columns = config.columns
     while any(width % columns for width in widths):
         columns //= 2
     stages = config.stages * config.columns * config.blocks // (columns * blocks)
     fitted = dataclasses.replace(config, blocks=blocks, columns=columns, stages=max(2, stages))
-    while fitted.shared_bytes > SHARED_MEMORY:
+    while fitted.shared_bytes > room:
         fitted = dataclasses.replace(fitted, stages=fitted.stages - 1)
     return fitted

@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from . import best
 from .configs import ROWS, SWIZZLED_COLUMNS, TOKENS, Config
 from .partition import Partition
 
@@ -36,6 +37,7 @@ class Epilogue(enum.Enum):
 
     ROUND = "rounded once to bfloat16"
     WIDE = "kept in float32"
+    BEST = "kept in float32, and the id of the greatest of each row"
     SITU = "SiTU of a gate and an up matrix"
     PARTIAL = "float32 partial sums in slots"
 
@@ -49,8 +51,10 @@ class Plan:
         partition: CTA ranges.
         epilogues: of each product.
         inputs: index of each product's activations.
-        rows: N of each product.
+        rows: N of each product, padded.
+        ids: N of each product.
         situ: the two constants of SiTU.
+        dependent: whether weights are asked for before the launch before has ended.
     """
 
     config: Config
@@ -58,12 +62,18 @@ class Plan:
     epilogues: tuple[Epilogue, ...]
     inputs: tuple[int, ...]
     rows: tuple[int, ...]
+    ids: tuple[int, ...]
     situ: tuple[float, float]
     dependent: bool
 
+    @property
+    def best(self) -> bool:
+        """Whether one of the products is BEST."""
+        return Epilogue.BEST in self.epilogues
+
 
 def scratch(plan: Plan) -> dict[str, Any]:
-    """The ring and its barriers, and a tile per result dtype on its way out."""
+    """The ring and its barriers, a tile per result dtype on its way out, and the best of BEST."""
     config = plan.config
     s, c = config.stages, config.columns
     tile = (config.blocks, TOKENS, ROWS)
@@ -73,12 +83,16 @@ def scratch(plan: Plan) -> dict[str, Any]:
         "narrow": plgpu.SMEM(tile, jnp.bfloat16),
         "wide": plgpu.SMEM(tile, jnp.float32),
         "arrived": plgpu.Barrier(num_arrivals=config.blocks + 1, num_barriers=s),
+        **(best.scratch() if plan.best else {}),
     }
 
 
 @dataclasses.dataclass(frozen=True)
 class Refs:
-    """A CTA's references: activations, weights (one or two per product), outputs; shared memory."""
+    """A CTA's references: activations, weights (one or two per product), outputs; shared memory.
+
+    With BEST the last two outputs are what every CTA kept of it: keys and ids, [CTAs, 8, 64].
+    """
 
     x: Sequence[Any]
     w: Sequence[Sequence[Any]]
@@ -88,6 +102,8 @@ class Refs:
     narrow: Any
     wide: Any
     arrived: Any
+    best_key: Any = None
+    best_id: Any = None
 
 
 def body(plan: Plan, refs: Refs) -> None:
@@ -97,6 +113,8 @@ def body(plan: Plan, refs: Refs) -> None:
     begin, end = part.start(cta), part.start(cta + 1)
     if plan.dependent:
         plgpu.griddepcontrol_launch_dependents()
+    if plan.best:
+        best.start(refs.best_key, refs.best_id)
 
     def fill(step: jax.Array, _: None) -> None:
         _issue_weights(plan, refs, begin + step, step)
@@ -116,6 +134,10 @@ def body(plan: Plan, refs: Refs) -> None:
         _tile(plan, refs, tile, begin, end)
 
     lax.fori_loop(first, jnp.where(end > begin, last + 1, first), one_tile, None)
+    if plan.best:
+        plgpu.commit_smem()
+        for kept, out in zip((refs.best_key, refs.best_id), refs.out[-2:], strict=True):
+            plgpu.copy_smem_to_gmem(kept, out.at[cta])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -246,6 +268,8 @@ def _store(plan: Plan, refs: Refs, p: int, tile: jax.Array, sums: Sequence[jax.A
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
     for block, value in enumerate(sums):
         _, row = _block(plan, refs.w[p], p, tile, block)
+        if plan.epilogues[p] is Epilogue.BEST:
+            best.compete(refs.best_key, refs.best_id, row, value, plan.ids[p])
         _put(refs, block, refs.out[p], row, value)
 
 

@@ -29,6 +29,7 @@ from support.megakernel_stage import OutsideThePlanError
 from support.pallas_ops import Case, OpTests, assert_no_races, lower_for_cuda, sds
 
 ROUND, WIDE, SITU, PARTIAL = Epilogue.ROUND, Epilogue.WIDE, Epilogue.SITU, Epilogue.PARTIAL
+BEST = Epilogue.BEST
 WIDE_WHY = "float32 sums over 16 columns at a time, each of which the GPU truncates by up to 2^-23 of itself"
 
 
@@ -129,6 +130,15 @@ def test_sums_do_not_depend_on_the_number_of_ctas_unless_split(sms: int) -> None
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def test_a_best_product_chooses_among_its_own_rows_beside_others() -> None:
+    xs, products = make([128], [(136, ROUND, 0), (72, BEST, 0), (128, SITU, 0)])
+    narrow, (logits, tokens), gated = skinny_gemm(xs, products, interpret=True)
+    check((narrow, logits, gated), xs, products)
+    np.testing.assert_array_equal(tokens, np.asarray(logits).argmax(axis=1))
+    ((_, other),) = reference(xs, products[1:2])
+    np.testing.assert_array_equal(tokens, other)
+
+
 def test_every_slot_is_filled_where_there_are_more_ctas_than_units() -> None:
     """Memory that the interpreter hands out is NaN: a slot that no CTA writes shows."""
     xs, products = make([256], [(128, PARTIAL, 0)])
@@ -191,6 +201,7 @@ def test_reasons_name_every_unsupported_shape_at_once() -> None:
     ("products", "reason"),
     [
         ([], "products: expected at least one, got none"),
+        ([Product((sds((64, 64), jnp.bfloat16),), BEST)] * 2, "products: expected at most one BEST"),
         ([Product(())], "product 0: expected 1 weights, got 0"),
         ([Product((sds((64, 64), jnp.bfloat16),), ROUND, 1)], r"product 0: expected x in 0\.\.0, got 1"),
         ([Product((sds((64, 64), jnp.bfloat16),), ROUND, -1)], r"product 0: expected x in 0\.\.0, got -1"),
@@ -249,11 +260,11 @@ def test_ctas_cover_the_weights_once_and_slots_hold_all_who_share_a_tile(
 @pytest.mark.parametrize("name", configs.VARIANTS)
 @pytest.mark.parametrize("width", [64, 128, 7168, 12288, 33792])
 def test_fitted_configs_divide_the_width_and_stay_within_shared_memory(name: str, width: int) -> None:
-    for blocks in (1, 2):
-        config = configs.fit(configs.VARIANTS[name], [width], blocks)
+    for blocks, best in itertools.product((1, 2), (False, True)):
+        config = configs.fit(configs.VARIANTS[name], [width], blocks, best)
         assert width % config.columns == 0
         assert config.stages >= 2
-        assert config.shared_bytes <= configs.SHARED_MEMORY
+        assert config.shared_bytes + best * configs.BEST_BYTES <= configs.SHARED_MEMORY
 
 
 K3_LAUNCHES = {
@@ -261,7 +272,7 @@ K3_LAUNCHES = {
     "attention output": ([12288], [(7168, PARTIAL, 0)]),
     "MoE inputs": ([7168], [(896, WIDE, 0), (3584, ROUND, 0), (6144, SITU, 0)]),
     "MoE outputs": ([3584, 6144], [(7168, PARTIAL, 0), (7168, PARTIAL, 1)]),
-    "lm_head": ([7168], [(163840, WIDE, 0)]),
+    "lm_head": ([7168], [(163840, BEST, 0)]),
 }
 
 

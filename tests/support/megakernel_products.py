@@ -22,7 +22,7 @@ import numpy as np
 from k3jax.custom_calls.decode_megakernel.instructions import Op
 from k3jax.custom_calls.decode_megakernel.stages import shared_pieces, sublayer
 from k3jax.pallas.skinny_gemm import Epilogue, Product
-from support.megakernel_stage import Stage, Stages, bfloat16, small_config
+from support.megakernel_stage import OutsideThePlanError, Stage, Stages, bfloat16, small_config
 
 KDA_WIDTH = 128
 LATENT_ROWS = 64
@@ -107,6 +107,8 @@ def _role(product: Product) -> Role:
             return _gate_up(*weights)
         case Epilogue.PARTIAL:
             return _shared_down(*weights)
+        case Epilogue.BEST:
+            raise OutsideThePlanError("the head's stage is an op of its own: support.megakernel_ops.head")
         case Epilogue.ROUND:
             return _mla_in(*weights) if len(weights[0]) % LATENT_ROWS else _latent_down(*weights)
 

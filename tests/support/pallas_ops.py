@@ -1,8 +1,14 @@
 """The test that every Pallas op passes, whichever implementation runs it.
 
 A test class of an op derives from :class:`OpTests` and gives the op's cases; pytest then runs every
-case on every implementation: the plain reference through XLA, the kernel in the interpreter, the
-decode megakernel's stages of the same op in its own interpreter, the kernel on a GPU.
+case on every implementation:
+
+* "xla-reference": the plain reference through XLA;
+* "pallas-interpret": the kernel in Pallas's interpreter;
+* "megakernel-stage": the decode megakernel's stages of the same op, as the numpy interpreter of its
+  schedule executes them; not the compiled stages, which ``tests/gpu/test_megakernel_stages.py``
+  compares with that interpreter;
+* "pallas": the kernel on a GPU.
 """
 
 from __future__ import annotations
@@ -50,7 +56,8 @@ class OpTests:
     """Derive, set ``op``, ``reference``, ``stage`` and ``cases``, and name the class Test...
 
     ``op(*args, interpret=...)`` is the kernel, ``reference(*args)`` its meaning in plain jnp, and
-    ``stage(*args)`` what the megakernel's stages make of it (:mod:`support.megakernel_ops`).
+    ``stage(*args)`` what the interpreter of the megakernel's schedule makes of the op's stages
+    (:mod:`support.megakernel_ops`): numpy on any device, no compiled stage.
     """
 
     op: Callable[..., Any]
