@@ -54,9 +54,12 @@ check-plan: $(PLAN_STAMP)
 	@$(PYTEST) tests/mesh/test_plan_report.py tests/mesh/test_plan_schedule.py --durations=5 | tee .cache/check-plan
 	@if grep -q "^SKIPPED" .cache/check-plan; then echo "check-plan: a test was skipped" >&2; exit 1; fi
 
+# jax's CUDA plugin must be of jaxlib's version, which constraints.txt pins.
 $(PLAN_STAMP): $(STAMP)
 	@echo "== installing the extra plan into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[plan]"
+	@version=$$($(BIN)/python -c "from importlib.metadata import version; print(version('jaxlib'))"); \
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[plan]" \
+		"jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version"
 	@touch $@
 
 env: $(STAMP)
@@ -101,7 +104,7 @@ format: $(STAMP)
 constraints: $(STAMP)
 	@rm -rf .cache/constraints-venv
 	@$(BIN)/python -m venv .cache/constraints-venv
-	@.cache/constraints-venv/bin/python -m pip install --quiet --editable ".[dev,plan]"
+	@.cache/constraints-venv/bin/python -m pip install --quiet --editable ".[dev]"
 	@.cache/constraints-venv/bin/python -m pip freeze --all --exclude-editable --exclude pip > .cache/pins
 	@{ echo "# What \`make\` installs, pinned. Renew with \`make constraints\`."; cat .cache/pins; } > constraints.txt
 	@rm -rf .cache/constraints-venv .cache/pins
