@@ -30,7 +30,7 @@ from ..config import K3Config
 from ..state import STATUS_BAD_TOKEN, STATUS_FULL, State
 from ._launch import Interpret, require
 from .fit import default_device, supports
-from .head import head
+from .head import logits_of
 from .share import WHOLE, Deltas, Whole
 from .sublayers import (
     ROWS,
@@ -91,7 +91,7 @@ def step(
     tokens = jnp.where(run, tokens, 0)
     x, layers = hidden_states(params, state, tokens, run, config, interpret, share, tap)
     with jax.named_scope("lm_head"):
-        logits = head(x, params["lm_head"], interpret=interpret)[0][: state.batch]
+        logits = logits_of(x, params["lm_head"], interpret=interpret)[: state.batch]
     refused = live & ~run
     logits = jnp.where(run[:, None], logits, jnp.where(refused[:, None], jnp.nan, 0.0))
     status = state.status | jnp.where(live & full, STATUS_FULL, 0)

@@ -51,4 +51,12 @@ def head(
     return logits, tokens
 
 
-__all__ = ["head", "reference", "supports"]
+def logits_of(
+    x: jax.Array, weight: jax.Array, *, interpret: Interpret = False, sms: int | None = None
+) -> jax.Array:
+    """:func:`head`'s logits alone, bit for bit, for a step that leaves the choice to its caller."""
+    product = gemm.Product((weight,), gemm.Epilogue.WIDE)
+    return gemm.skinny_gemm([x], [product], interpret=interpret, sms=sms)[0]
+
+
+__all__ = ["head", "logits_of", "reference", "supports"]

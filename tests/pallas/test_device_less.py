@@ -38,7 +38,7 @@ class Limit:
 KIB = 1024
 LIMITS = {
     "k3_attn_res": Limit(72, 25 * KIB, "7 warpgroups of 128 threads leave 72 registers each"),
-    "k3_skinny_gemm": Limit(56, 215 * KIB, "a ring of 6 x 34 KiB, tiles on their way out, the head's best"),
+    "k3_skinny_gemm": Limit(56, 211 * KIB, "a ring of 6 x 34 KiB, tiles on their way out"),
     "kda": Limit(200, 115 * KIB, "64 x 128 float32 of the state, and products with it, in registers"),
     "mla_absorb": Limit(40, 77 * KIB, "128 x 256 bfloat16 of W_UK, and a row's latent"),
     "mla_attend": Limit(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from k3jax.pallas.head import head, reference, supports
+from k3jax.pallas.head import head, logits_of, reference, supports
 from k3jax.pallas.skinny_gemm import Epilogue, Product, skinny_gemm
 from k3jax.pallas.skinny_gemm.best import NOTHING, greedy, order, pick
 from support import megakernel_ops
@@ -117,6 +117,7 @@ def test_logits_keep_their_bits_beside_the_choice() -> None:
     plain = Product((weight,), Epilogue.WIDE)
     (want,) = skinny_gemm([x], [plain], interpret=True)
     np.testing.assert_array_equal(head(x, weight, interpret=True)[0], want)
+    np.testing.assert_array_equal(logits_of(x, weight, interpret=True), want)
 
 
 def test_the_head_does_not_race() -> None:
